@@ -65,16 +65,6 @@ def test_copied_files_exist_and_are_in_the_context() -> None:
     assert "requirements*.txt" in kept
 
 
-def test_packages_are_copied_from_the_stage_that_compiles() -> None:
-    texts = dict.fromkeys(f"{word} {rest}" for word, rest in instructions())
-    assert {
-        "FROM python:3.12 AS build",
-        "FROM python:3.12-slim AS command",
-        "COPY --from=build /venv /venv",
-    } <= texts.keys()
-    assert any(text.startswith("ENV PATH=/venv/bin:$PATH ") for text in texts)
-
-
 def test_installs_an_extra_for_each_kind_of_machine() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")

@@ -25,9 +25,6 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 PROMPT = "a red fox"
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def run(script: str, folder: Path, *arguments: str) -> list[str]:
     """Run a script in a folder, without a GPU, and return the lines that it prints."""

@@ -197,44 +197,14 @@ def test_runtime_runs_without_the_converters() -> None:
 
 
 def test_public_names_are_held() -> None:
-    assert sorted(sdonnx.__all__) == sorted(
-        [
-            "AsyncPipeline",
-            "DeviceMemoryError",
-            "FolderError",
-            "ImageOutput",
-            "ImageRequest",
-            "KernelWarning",
-            "NotFiniteWarning",
-            "NsfwContentWarning",
-            "OptionError",
-            "OrtDiffusionPipeline",
-            "OutputError",
-            "PackageError",
-            "PrecisionError",
-            "PromptError",
-            "PromptTruncatedWarning",
-            "ProviderError",
-            "QueueFullError",
-            "RebuildWarning",
-            "SchedulerError",
-            "SdonnxError",
-            "ServeLimits",
-            "UnavailableError",
-            "WeightsError",
-            "__version__",
-            "compile",
-            "compile_pipe",
-            "export_pipeline",
-            "load_pipe",
-            "optimize_folder",
-            "save_pipe",
-            "write_sample",
-        ]
-    )
-
-
-def test_public_names_exist() -> None:
+    names = """
+        AsyncPipeline DeviceMemoryError FolderError ImageOutput ImageRequest KernelWarning NotFiniteWarning
+        NsfwContentWarning OptionError OrtDiffusionPipeline OutputError PackageError PrecisionError PromptError
+        PromptTruncatedWarning ProviderError QueueFullError RebuildWarning SchedulerError SdonnxError ServeLimits
+        UnavailableError WeightsError __version__ compile compile_pipe export_pipeline load_pipe optimize_folder
+        save_pipe write_sample
+    """
+    assert sorted(sdonnx.__all__) == sorted(names.split())
     assert set(sdonnx.__all__) <= set(dir(sdonnx))
     assert all(getattr(sdonnx, name) is not None for name in sdonnx.__all__)
 

@@ -62,26 +62,6 @@ def test_rows_are_written_by_each_test(killed: bool, tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.iterdir()} <= {"test_it.py", "results.json", "__pycache__"}
 
 
-def test_records_of_other_programs_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    with recorded("one", path) as first, recorded("two", path) as second:
-        first("a", {"n": 1})
-        second("b", {"n": 2})
-        first("a", {"n": 3})
-    assert [(each["tests"], each["measured"]) for each in lines(path)] == [
-        ("one", {"a": [{"n": 1}, {"n": 3}]}),
-        ("two", {"b": [{"n": 2}]}),
-    ]
-
-
-def test_nothing_is_written_without_rows_or_a_file(tmp_path: Path) -> None:
-    with recorded("none", tmp_path / "results.json"):
-        pass
-    with recorded("none", None) as note:
-        note("a", {})
-    assert not list(tmp_path.iterdir())
-
-
 def test_failed_writes_leave_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "results.json"
     with recorded("one", path) as note:

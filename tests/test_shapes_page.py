@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from xml.etree import ElementTree
 
-import pytest
 from support.scripts import load_script
 
 from sdonnx.sample.shapes.shape_architectures import SHIPPED, TRAINED
@@ -65,20 +63,6 @@ def test_a_resumed_training_is_one_curve() -> None:
     assert "| `shapes-dit`, continued below | 240 | 4,000 | 3 |" in SCRIPT.page(runs)
 
 
-def test_commands_name_the_folders_of_earlier_runs() -> None:
-    start = ["/some/place/train_shapes.py", "-o", "/tmp/a"]
-    runs = [
-        run("shapes", command=[*start, "--arch", "shapes"], curve=[{"part": "vae"}]),
-        run("shapes-dit", pipelines={}, resumed_by=["shapes-dit"], command=[*start, "--vae", "/tmp/x/vae"]),
-        run("shapes-dit", command=[*start, "--resume", "/tmp/b", "--seed", "1"]),
-    ]
-    assert list(SCRIPT.commands(runs)) == [
-        "python lab/train_shapes.py -o trained-1 --arch shapes",
-        "python lab/train_shapes.py -o trained-2 --vae trained-1/shapes/vae",
-        "python lab/train_shapes.py -o trained-3 --resume trained-2 --seed 1",
-    ]
-
-
 def test_page_has_the_numbers_of_the_record() -> None:
     page = SCRIPT.page(RUNS)
     assert "of 2,000 held-out captions" in page
@@ -96,35 +80,6 @@ def test_page_has_the_numbers_of_the_record() -> None:
     assert "python lab/train_shapes.py -o trained-3 --arch shapes-dit" in page
 
 
-def test_curves_have_the_evaluations_of_the_final_settings() -> None:
-    (first, second) = SCRIPT.trainings(RUNS)
-    assert (first.name, second.name) == tuple(TRAINED)
-    assert [each["step"] for each in first.evaluations()] == [2000, 4000]
-    root = ElementTree.fromstring(SCRIPT.curve(first))
-    space = "{http://www.w3.org/2000/svg}"
-    assert root.tag == f"{space}svg"
-    lines = [path for path in root.iter(f"{space}path") if path.get("class") == "line"]
-    assert len({path.get("stroke") for path in lines}) == len(lines) == 3
-    marks = [str(title.text) for path in root.iter(f"{space}path") for title in path]
-    assert sorted(marks) == sorted(
-        f"{measure}, right, %: {value}" for measure in ("colour", "shape", "relation") for value in ("25.000", "50.000")
-    )
-    assert {"colour", "shape", "relation"} <= {text.text for text in root.iter(f"{space}text")}
-
-
-def test_the_page_of_one_pipeline_names_no_other() -> None:
-    page = SCRIPT.page([run("shapes", curve=[{"part": "vae", "seconds": 9.0, "step": 250}])])
-    assert "shapes-dit" not in page
-    assert "| autoencoder and `shapes` | 240 | 4,000 | 3 |" in page
-
-
-def test_losses_are_drawn() -> None:
-    (first, _) = SCRIPT.trainings(RUNS)
-    root = ElementTree.fromstring(SCRIPT.loss_curve(first))
-    marks = [str(title.text) for path in root.iter("{http://www.w3.org/2000/svg}path") for title in path]
-    assert [mark.split(": ")[1] for mark in marks] == ["0.500"]
-
-
 def test_the_page_is_that_of_the_record() -> None:
     """Run lab/write_shapes_page.py after lab/ship_shapes.py."""
     runs = SCRIPT.read_record()
@@ -134,17 +89,3 @@ def test_the_page_is_that_of_the_record() -> None:
     for each in made:
         assert (SCRIPT.FOLDER / SCRIPT.curve_file(each.name)).read_text(encoding="utf-8") == SCRIPT.curve(each)
         assert (SCRIPT.FOLDER / SCRIPT.loss_file(each.name)).read_text(encoding="utf-8") == SCRIPT.loss_curve(each)
-
-
-def test_texts_of_curves_lie_inside() -> None:
-    root = ElementTree.fromstring(SCRIPT.curve(SCRIPT.trainings(RUNS)[0]))
-    *_, width, height = map(float, str(root.get("viewBox")).split())
-    for text in root.iter("{http://www.w3.org/2000/svg}text"):
-        assert 0 <= float(str(text.get("x"))) <= width
-        assert 0 < float(str(text.get("y"))) < height
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_names_of_curves_differ(name: str) -> None:
-    assert f"]({SCRIPT.curve_file(name)})" in SCRIPT.page(RUNS)
-    assert f"]({SCRIPT.loss_file(name)})" in SCRIPT.page(RUNS)

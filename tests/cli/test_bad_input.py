@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, edit_json, refused, snapshot
 
-from sdonnx.errors import FolderError, OptionError, OutputError, ProviderError, SdonnxError, WeightsError
+from sdonnx.errors import FolderError, OutputError, SdonnxError, WeightsError
 from sdonnx.export.export_pipeline import export_pipeline
 from sdonnx.optimize.optimizer import optimize_folder
-from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
@@ -148,14 +147,6 @@ def test_existing_output_is_refused(micro_exported: Path, micro_cpu: Path, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_overwrite_keeps_other_folders(micro_exported: Path, tmp_path: Path) -> None:
-    (tmp_path / "letters").mkdir()
-    (tmp_path / "letters" / "dear.txt").write_text("dear")
-    with refused(OutputError, "is not a pipeline folder"):
-        optimize_folder(micro_exported, tmp_path / "letters", overwrite=True)
-    assert (tmp_path / "letters" / "dear.txt").read_text() == "dear"
-
-
 def test_overwrite_keeps_the_old_folder_when_the_run_fails(
     micro_exported: Path, micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,29 +163,8 @@ def test_overwrite_keeps_the_old_folder_when_the_run_fails(
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
-def test_invalid_options_are_refused(micro_exported: Path, micro_cpu: Path, tmp_path: Path) -> None:
-    with refused(ProviderError, "cuda, cpu"):
-        optimize_folder(micro_exported, tmp_path / "out", provider="rocm")
-    with refused(OptionError, "float32"):
-        optimize_folder(micro_exported, tmp_path / "out", provider="cpu", float16=True)
-    with refused(OptionError, "MultiHeadAttention", "mid_block"):
-        optimize_folder(micro_exported, tmp_path / "out", float16=True, force_fp32_ops=["unet:Nothing"])
-    with refused(FolderError, "optimized already"):
-        optimize_folder(micro_cpu, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_pickle_is_read_if_the_component_is_named(nano: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
     folder = copied(nano, tmp_path / "in")
     to_pickle(folder / UNET)
     out = pipelines.exported(folder, allow_pickle=["unet"])
     assert (out / "unet" / "model.onnx").is_file()
-
-
-def test_unusable_folders_are_not_loaded(micro_exported: Path, tiny_cuda: Path, tmp_path: Path) -> None:
-    with refused(FolderError, "does not exist"):
-        OrtDiffusionPipeline.from_pretrained(tmp_path / "nowhere")
-    with refused(FolderError, "sdonnx optimize"):
-        OrtDiffusionPipeline.from_pretrained(micro_exported)
-    with refused(ProviderError, "cuda"):
-        OrtDiffusionPipeline.from_pretrained(tiny_cuda, "cpu")

@@ -16,24 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.pipelines import refused
+from support.pipelines import refused, snapshot
 from support.preloaded import python
 
 from sdonnx import optimize_pipeline
 from sdonnx.__main__ import main
 from sdonnx.cli import optimize
-from sdonnx.cli.command_line import COMMANDS, CommandParser
+from sdonnx.cli.command_line import COMMANDS
 from sdonnx.cli.generate import _option_names
 from sdonnx.errors import OptionError
-
-
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the size and modification time of every file."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def one_line_error(capsys: pytest.CaptureFixture[str]) -> str:
@@ -83,11 +74,11 @@ def test_optimize_command_reports_the_counts(
 def test_invalid_optimize_options_are_refused(
     extra: list[str], named: str, micro_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = listing(micro_exported)
+    before = snapshot(micro_exported)
     assert optimize_pipeline.main(["-i", str(micro_exported), "-o", str(tmp_path / "out"), *extra]) == 2
     assert named in one_line_error(capsys)
     assert list(tmp_path.iterdir()) == []
-    assert listing(micro_exported) == before
+    assert snapshot(micro_exported) == before
 
 
 def test_generate_writes_png_with_parameters(micro_cpu: Path, tmp_path: Path) -> None:
@@ -349,23 +340,9 @@ def test_python_m_runs_the_commands() -> None:
     assert COMMANDS.keys() <= set(shown.split())
 
 
-@pytest.mark.parametrize("option", ["--force_fp32_ops", "--force-fp32-ops"])
-def test_options_accept_both_separators(option: str) -> None:
-    parser = CommandParser()
-    optimize.add_arguments(parser)
-    options = parser.parse(["-i", "in", "-o", "out", option, "unet:Conv"])
-    assert options.force_fp32_ops == ["unet:Conv"]
-
-
-def test_export_command_needs_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "-m", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
-    assert "model_index.json" in one_line_error(capsys)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_export_leaves_nothing(sent: signal.Signals, nano: Path, tmp_path: Path) -> None:
-    before = listing(nano)
+    before = snapshot(nano)
     command = python("-m", "sdonnx.export", "-m", str(nano), "-o", str(tmp_path / "out"))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}) as run:
         deadline = time.monotonic() + 60
@@ -378,4 +355,4 @@ def test_interrupted_export_leaves_nothing(sent: signal.Signals, nano: Path, tmp
     assert run.returncode == 128 + sent
     assert error.strip().splitlines()[-1].startswith("interrupted")
     assert list(tmp_path.iterdir()) == []
-    assert listing(nano) == before
+    assert snapshot(nano) == before

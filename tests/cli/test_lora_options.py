@@ -119,7 +119,6 @@ def test_generate(micro_cpu: Path, style: Path, tmp_path: Path, capsys: pytest.C
     by_tag = [*arguments, "-p", prompt, "--lora_folder", str(style.parent), "-o", str(tmp_path / "b.png")]
     assert main(by_tag) == 0
     pipeline = OrtDiffusionPipeline.from_pretrained(micro_cpu)
-    pipeline.set_progress_bar_config(disable=True)
     base = np.asarray(pipeline("a red fox", 64, 64, 2, seed=7).images[0])
     pipeline.load_lora_weights(style, adapter_name="style")
     pipeline.set_adapters("style", 1.5)

@@ -49,12 +49,18 @@ def extra(batch: int, copies: int) -> dict[str, Array]:
     return feeds(batch, copies, CALLS) | {"scale": normal(1, 4, seed=26), "each": normal(batch * copies, 4, seed=27)}
 
 
-def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, ir.Model]:
-    """Return the graphs; check that every call returns the same as one graph without a table."""
+def without_table(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> ir.Model:
+    """Return the graph of a step that computes the embedding of the timestep."""
     whole = copied(model)
     with monkeypatch.context() as patch:
         patch.setattr(sdonnx.compose.step, "tabulate_timesteps", lambda *_: False)
         compose_step(whole, CONFIG)
+    return whole
+
+
+def check(model: ir.Model, monkeypatch: pytest.MonkeyPatch) -> dict[str, ir.Model]:
+    """Return the graphs; check that every call returns the same as one graph without a table."""
+    whole = without_table(model, monkeypatch)
     made = compose_component(Role.DENOISER, copied(model), CONFIG)
     for batch, copies in ((1, 1), (1, 2), (3, 2)):
         given = extra(batch, copies)
@@ -129,12 +135,9 @@ def test_operators_that_mix_rows_read_the_row_of_their_call(after: str, monkeypa
 )
 def test_graphs_with_little_gain_are_unchanged(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = denoiser(body)
-    plain, made = copied(model), copied(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(sdonnx.compose.step, "tabulate_timesteps", lambda *_: False)
-        compose_step(plain, CONFIG)
+    made = copied(model)
     compose_step(made, CONFIG)
-    assert text_of(made) == text_of(plain)
+    assert text_of(made) == text_of(without_table(model, monkeypatch))
 
 
 def test_the_step_index_may_be_overwritten() -> None:

@@ -335,10 +335,3 @@ def test_old_folder_is_restored_if_the_rename_fails(
         write(tmp_path / "out", overwrite=True)
     assert content(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_concurrent_runs_do_not_interfere(tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "one") as first, atomic_folder(tmp_path / "two") as second:
-        (first / "x").write_text("1")
-        (second / "x").write_text("2")
-    assert content(tmp_path) == {"one/x": b"1", "two/x": b"2"}

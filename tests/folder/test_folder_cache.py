@@ -126,30 +126,19 @@ def test_two_processes_write_once(cache: FolderCache, tmp_path: Path) -> None:
     assert log.read_text() == "written\n"
 
 
-def _truncate(entry: Path) -> None:
-    (entry / "weights").write_bytes(bytes(999))
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda entry: (entry / "weights").write_bytes(bytes(999)),
+    "no weights": lambda entry: (entry / "weights").unlink(),
+    "no description": lambda entry: (entry / ENTRY).unlink(),
+    "a broken description": lambda entry: (entry / ENTRY).write_text("{"),
+    "a description of nothing": lambda entry: (entry / ENTRY).write_text(json.dumps({"info": {}})),
+}
 
 
-def _lose_weights(entry: Path) -> None:
-    (entry / "weights").unlink()
-
-
-def _lose_description(entry: Path) -> None:
-    (entry / ENTRY).unlink()
-
-
-def _break_description(entry: Path) -> None:
-    (entry / ENTRY).write_text("{")
-
-
-def _describe_nothing(entry: Path) -> None:
-    (entry / ENTRY).write_text(json.dumps({"info": {}}))
-
-
-@pytest.mark.parametrize("damage", [_truncate, _lose_weights, _lose_description, _break_description, _describe_nothing])
-def test_broken_entry_is_made_again(cache: FolderCache, damage: Callable[[Path], None], warned: list[str]) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_broken_entry_is_made_again(cache: FolderCache, damage: str, warned: list[str]) -> None:
     cache.entry(KEY, writes())
-    damage(cache.root / KEY)
+    DAMAGE[damage](cache.root / KEY)
     assert len(cache.entries()) == 1
     path = cache.entry(KEY, writes(2000))
     assert path is not None

@@ -22,8 +22,6 @@ Array = npt.NDArray[Any]
 
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
 
-# The largest relative error of one value that is not subnormal: half a unit in the last place.
-HALF_STEP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 
 every_format = pytest.mark.parametrize("number_format", FORMATS.values(), ids=FORMATS)
 every_axis = pytest.mark.parametrize("axis", [None, 0, 1, -1])
@@ -105,17 +103,6 @@ def test_quantized_weights_are_those_of_torch(number_format: NumberFormat, axis:
     assert np.array_equal(stored.view(np.uint8), in_torch(quotients, number_format))
     restored = (torch.from_numpy(stored.astype(np.float32)) * torch.from_numpy(shaped)).numpy().astype(dtype)
     assert np.array_equal(dequantize(stored, scales, axis), restored)
-
-
-@every_format
-@every_type
-def test_error_is_that_of_the_format(number_format: NumberFormat, dtype: Any) -> None:
-    values = np.random.default_rng(1).standard_normal((64, 64)).astype(dtype)
-    scales = scales_of(values, number_format, 0, dtype, "w")
-    error = relative_error(dequantize(quantize(values, scales, number_format, 0), scales, 0), values)
-    # A uniform error within half a step of int8 has the deviation scale / sqrt(12); the largest of 64 is below 4.5.
-    limit = HALF_STEP.get(number_format.name, 4.5 / 127 / 12**0.5)
-    assert limit / 10 < error < limit
 
 
 @every_format

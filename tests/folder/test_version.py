@@ -16,7 +16,7 @@ from support.pipelines import copied, edit_json, refused
 import sdonnx
 from sdonnx.cli import optimize
 from sdonnx.cli.command_line import CommandParser
-from sdonnx.errors import FolderError, ProviderError
+from sdonnx.errors import FolderError
 from sdonnx.folder.folder_version import FORMAT, RebuildWarning, command_for, notices
 from sdonnx.fusions.derived_tables import FLAGS
 from sdonnx.optimize.optimizer import optimize_folder
@@ -93,12 +93,6 @@ def test_command_contains_the_options(micro_exported: Path, tmp_path: Path) -> N
     left_out = {name for name in FLAGS if getattr(options, f"disable_{name}")}
     assert left_out == set(made.disabled) == {"bias_add", "nhwc_conv"}
     assert parsed(command_for(report(tmp_path / "out"), provider="cpu")).float16 is False
-
-
-def test_command_for_another_provider(micro_exported: Path, tmp_path: Path) -> None:
-    optimize_folder(micro_exported, tmp_path / "out", float16=True)
-    with refused(ProviderError, "optimized for cuda", "-o OUT --provider cpu"):
-        OrtDiffusionPipeline.from_pretrained(tmp_path / "out", "cpu")
 
 
 @pytest.mark.parametrize(

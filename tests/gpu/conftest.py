@@ -16,13 +16,6 @@ Build = Callable[[str], tuple[Path, Path]]
 Made = Callable[[str, Callable[[Path], object]], Path]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            # Schedulers of diffusers pass torch tensors to np.array, which numpy 2 warns about.
-            item.add_marker(pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"))
-
-
 @pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Iterator[Note]:
     """Return a function that records measurements under a title, in the file of --results."""

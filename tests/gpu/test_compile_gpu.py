@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.diffusers_pipelines import in_diffusers
 from support.recording import Note
 
 import sdonnx
@@ -51,10 +52,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(folder: Path, dtype: torch.dtype, device: str = "cuda") -> Any:
-    import diffusers
-
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = in_diffusers(folder, dtype=dtype)
     if getattr(pipeline, "vae", None) is not None:
         pipeline.vae.register_to_config(force_upcast=False)
     return pipeline.to(device)

@@ -65,6 +65,7 @@ def test_attention_of_head_size_160_agrees_with_float32(
     """The session and its options are the run-time's."""
     model = attention_graph(160, 8, dtype)
     fuse(model, "cuda", disabled=disabled)
+    assert not [node for node in model.graph if node.op_type == "Attention"]
     ir.save(model, tmp_path / "model.onnx")
     feeds = {name: values.astype(_NUMPY[dtype]) for name, values in attention_feeds(160, 8, queries, keys).items()}
     session = Graph(tmp_path / "model.onnx", device_for("cuda")).session

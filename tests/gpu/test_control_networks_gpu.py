@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from support.control_networks import picture, write_controlnet
+from support.diffusers_pipelines import in_diffusers
+from support.latency import median_seconds
 from support.recording import Note
 
 from sdonnx.export.export_pipeline import export_pipeline
@@ -33,25 +34,11 @@ _STEPS, _ROUNDS, _MIN_SPEEDUP = 20, 5, 1.1
 CONTROL = {"controlnet_conditioning_scale": 0.5, "control_guidance_end": 1.0}
 
 
-def seconds_of(generate: Callable[[], Any]) -> float:
-    """Return the median time of an image."""
-    times = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        generate()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def in_torch(source: Path, net: Path, dtype: torch.dtype) -> Any:
     model: Any = diffusers.ControlNetModel
-    kind: Any = diffusers.StableDiffusionXLControlNetPipeline
     controlnet = model.from_pretrained(net, torch_dtype=dtype)
-    pipeline = kind.from_pretrained(source, controlnet=controlnet, torch_dtype=dtype)
+    pipeline = in_diffusers(source, "StableDiffusionXLControlNetPipeline", controlnet=controlnet, dtype=dtype)
     pipeline.vae.register_to_config(force_upcast=False)  # as here: the random weights stay in the range of fp16
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline.to("cuda")
 
 
@@ -80,7 +67,7 @@ def torch_latents(
         start = time.perf_counter()
         pipeline(**common, image=image, output_type="pt")
         row["torch_first_image_s"] = time.perf_counter() - start
-        row["torch_compile_s"] = seconds_of(lambda: pipeline(**common, image=image, output_type="pt"))
+        row["torch_compile_s"] = median_seconds(lambda: pipeline(**common, image=image, output_type="pt"), _ROUNDS)
     return found, row
 
 
@@ -117,15 +104,14 @@ def test_error_and_time(arch: str, controlled: Callable[[str], Path], note: Note
     row |= {"pipeline": arch, "torch_error": relative_error(half, exact)}
     note("a ControlNet", row)  # what was measured so far, if the session is cut off
     with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
-        ours.set_progress_bar_config(disable=True)
         given = {**common, "control_image": image, "seed": 3}
         found = np.asarray(ours(**given, output_type="latent").images)
         row["error"] = relative_error(found, exact)
         again = np.asarray(ours(**given, output_type="latent").images)
         np.testing.assert_array_equal(found, again)  # a replay reads the buffers of its own call
-        row["seconds"] = seconds_of(lambda: ours(**given, output_type="ort"))
+        row["seconds"] = median_seconds(lambda: ours(**given, output_type="ort"), _ROUNDS)
         plain = {name: value for name, value in given.items() if not name.startswith("control")}
-        row["plain_seconds"] = seconds_of(lambda: ours(**plain, output_type="ort"))
+        row["plain_seconds"] = median_seconds(lambda: ours(**plain, output_type="ort"), _ROUNDS)
     assert row["error"] <= 2 * row["torch_error"], row
     if arch == "sdxl":
         assert row["torch_compile_s"] >= _MIN_SPEEDUP * row["seconds"], row
@@ -145,7 +131,6 @@ def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[s
     free_memory()
     row: dict[str, Any] = {"pipeline": arch, "torch_error": relative_error(half, exact)}
     with OrtDiffusionPipeline.from_pretrained(folder / "fast") as ours:
-        ours.set_progress_bar_config(disable=True)
 
         def latents(arguments: dict[str, Any]) -> Any:
             return np.asarray(ours(**arguments, control_image=image, seed=3, output_type="latent").images)
@@ -156,7 +141,7 @@ def test_guess_mode_computes_half_of_the_rows(arch: str, controlled: Callable[[s
         np.testing.assert_array_equal(latents(common), whole)
         for name, arguments in (("guess_seconds", guess), ("seconds", common)):
             given = {**arguments, "control_image": image, "seed": 3, "output_type": "ort"}
-            row[name] = seconds_of(lambda given=given: ours(**given))  # type: ignore[misc]
+            row[name] = median_seconds(lambda given=given: ours(**given), _ROUNDS)  # type: ignore[misc]
     note("guess_mode of a ControlNet", row)
     assert row["error"] <= 2 * row["torch_error"], row
     if arch == "sdxl":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from support.first_starts import load_into_page_cache, started
 
 from sdonnx.doctor.first_check import SELF_CHECK
 from sdonnx.doctor.kernel_library import usable_library
@@ -16,6 +22,96 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.runtime.device.device import device_for
+
+LIMIT_S = 600
+
+# Prints the seconds from the start of the caller's clock to the first image, the time of the next one, the graph of a
+# step, and whether images of one seed are equal. CLOCK_MONOTONIC is one clock for all processes of a machine.
+#
+# The parts of a start: the import, ONNX Runtime's sessions, the first runs of graphs, their captures, and of the first
+# runs what our kernels need to open cuBLASLt and cuDNN, time cuBLASLt's algorithms, and plan cuDNN's convolutions.
+PROGRAM = """
+import ctypes, json, sys, time
+from collections import defaultdict
+from sdonnx import OrtDiffusionPipeline
+from sdonnx.doctor.kernel_library import find_kernel_library
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.cuda import Cuda
+from sdonnx.runtime.device.session import Graph, Run
+start, folder, steps, scheduler = float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+parts = {"import_s": time.monotonic() - start}
+calls = defaultdict(list)
+
+def note_calls(owner, name, part):
+    method = getattr(owner, name)
+    def noted(*arguments):
+        before = time.monotonic()
+        result = method(*arguments)
+        calls[part].append((before, time.monotonic()))
+        return result
+    setattr(owner, name, noted)
+
+def covered(spans):
+    seconds = end = 0.0
+    for before, after in sorted(spans):
+        seconds, end = seconds + max(0.0, after - max(before, end)), max(end, after)
+    return seconds
+
+note_calls(Graph, "_load", "sessions_s")  # in several threads
+note_calls(Run, "prepare", "first_runs_s")
+note_calls(Cuda, "capture", "captures_s")
+pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+pipeline.scheduler = scheduler
+loaded = time.monotonic()
+def image():
+    return pipeline("a fox in the snow", num_inference_steps=steps, seed=0).images[0].tobytes()
+images = [image()]
+first = time.monotonic()
+seconds = (ctypes.c_double * 3)()
+ctypes.CDLL(str(find_kernel_library())).sdonnx_kernels_start_seconds(seconds)
+parts |= {part: covered(spans) for part, spans in calls.items()}
+parts |= dict(zip(("handles_s", "algorithms_s", "plans_s"), seconds))
+images.append(image())
+second = time.monotonic()
+row = {"graph": pipeline._graphs.path(Role.DENOISER).name, "loaded_s": loaded - start, "first_image_s": first - start}
+row |= {"second_image_s": second - first, "images_are_equal": len(set(images)) == 1}
+row["parts"] = {name: round(part, 4) for name, part in parts.items()}
+print(json.dumps(row))
+"""
+
+
+def load_into_page_cache(folder: Path) -> None:
+    """Read all files of a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 26):
+                    pass
+
+
+def started(
+    folder: Path,
+    steps: int,
+    scheduler: str,
+    cache: Path,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Generate two images in a new process, and return what `PROGRAM` prints.
+
+    Args:
+        folder: the optimized folder.
+        steps: denoising steps of an image.
+        scheduler: the name of the scheduler.
+        cache: the user's cache.
+        variables: environment variables.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != SELF_CHECK}
+    environment |= {"SDONNX_CACHE": str(cache), **variables}
+    command = [sys.executable, "-P", "-c", PROGRAM, str(time.monotonic()), str(folder), str(steps), scheduler]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import diffusers
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from support.diffusers_pipelines import in_diffusers
+from support.latency import median_seconds
 from support.recording import Note
 
 from sdonnx.folder.weight_table import WeightTable
@@ -34,29 +34,13 @@ _WEIGHTS = (0.8, -0.3)
 CALL: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": _STEPS}
 
 
-def write_linear_lora(folder: Path, out: Path, seed: int) -> Path:
-    """Write a LoRA with small factors for every linear layer in the attentions of a UNet, and return the file."""
-    table = WeightTable.read(folder / "unet")
-    assert table is not None
-    random = np.random.default_rng(seed)
-    tensors = {}
-    for name, shape in table.shapes.items():
-        if ".attn" in name and len(shape) == 2:
-            module = name.removesuffix(".weight")
-            down = random.normal(size=(_RANK, shape[1])) / np.sqrt(shape[1])
-            up = random.normal(size=(shape[0], _RANK)) * 0.05
-            tensors[f"unet.{module}.lora_A.weight"] = down.astype(np.float16)
-            tensors[f"unet.{module}.lora_B.weight"] = up.astype(np.float16)
-    assert tensors
-    save_file(tensors, out)
-    return out
+def _is_linear_in_attention(name: str, shape: tuple[int, ...]) -> bool:
+    return ".attn" in name and len(shape) == 2
 
 
 def torch_latents(source: Path, files: list[Path], dtype: torch.dtype, device: str) -> Any:
     """Return latents of diffusers with the files added to the weights, in float32, as torch multiplies them."""
-    kind: Any = diffusers.DiffusionPipeline
-    pipeline = kind.from_pretrained(source, torch_dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = in_diffusers(source)
     modules = dict(pipeline.unet.named_modules())
     with torch.no_grad():
         for file, weight in zip(files, _WEIGHTS, strict=True):
@@ -76,16 +60,6 @@ def torch_latents(source: Path, files: list[Path], dtype: torch.dtype, device: s
     return found
 
 
-def seconds_of(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
-    """Return the median time of a call."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str, Any], Any]:
     """Return measurements of switches between two files, and the latents with both."""
 
@@ -93,7 +67,7 @@ def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str
         return np.asarray(pipeline(**CALL, seed=3, output_type="latent").images)
 
     def seconds() -> float:
-        return seconds_of(lambda: pipeline(**CALL, seed=3, output_type="latent"), 5)
+        return median_seconds(lambda: pipeline(**CALL, seed=3, output_type="latent"), 5)
 
     base = latents()
     row: dict[str, Any] = {"image_s": seconds(), "memory": pipeline.device.memory()}
@@ -108,7 +82,9 @@ def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str
     both = latents()
     row |= {"lora_image_s": seconds(), "lora_memory": pipeline.device.memory()}
     with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as loads:
-        row["switch_s"] = seconds_of(lambda: pipeline.set_adapters("a", float(np.random.default_rng().normal())))
+        row["switch_s"] = median_seconds(
+            lambda: pipeline.set_adapters("a", float(np.random.default_rng().normal())), _ROUNDS
+        )
         pipeline.set_adapters(["a", "b"], list(_WEIGHTS))
         again = latents()
         pipeline.unload_lora_weights()
@@ -122,10 +98,11 @@ def measure(pipeline: OrtDiffusionPipeline, files: list[Path]) -> tuple[dict[str
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     source, folder = build(arch)
-    files = [write_linear_lora(folder, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    files = [
+        write_adapter(folder, tmp_path / f"{seed}.safetensors", seed, _is_linear_in_attention, _RANK) for seed in (1, 2)
+    ]
     exact, half = (torch_latents(source, files, dtype, "cuda") for dtype in (torch.float32, torch.float16))
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
-        pipeline.set_progress_bar_config(disable=True)
         assert reads_in_place(pipeline.device)
         row, found = measure(pipeline, files)
     row |= {"pipeline": arch, "rank": _RANK, "error": relative_error(found, exact)}
@@ -135,8 +112,10 @@ def test_switches(arch: str, build: Build, tmp_path: Path, note: Note) -> None:
     assert row["error"] <= 2 * row["torch_error"], row
 
 
-def write_adapter(folder: Path, out: Path, seed: int, chosen: Callable[[str, tuple[int, ...]], bool]) -> Path:
-    """Write a LoRA of rank 8 for weights of a UNet, by name and shape; convolutions have LoCon."""
+def write_adapter(
+    folder: Path, out: Path, seed: int, chosen: Callable[[str, tuple[int, ...]], bool], rank: int = 8
+) -> Path:
+    """Write a LoRA for weights of a UNet, chosen by name and shape; convolutions have LoCon."""
     table = WeightTable.read(folder / "unet")
     assert table is not None
     random = np.random.default_rng(seed)
@@ -144,8 +123,8 @@ def write_adapter(folder: Path, out: Path, seed: int, chosen: Callable[[str, tup
     for name, shape in table.shapes.items():
         if name in table.places and chosen(name, shape):
             module, inputs = name.removesuffix(".weight"), int(np.prod(shape[1:]))
-            down = random.normal(size=(8, *shape[1:])) / np.sqrt(inputs)
-            up = random.normal(size=(shape[0], 8, *(1 for _ in shape[2:]))) * 0.05
+            down = random.normal(size=(rank, *shape[1:])) / np.sqrt(inputs)
+            up = random.normal(size=(shape[0], rank, *(1 for _ in shape[2:]))) * 0.05
             tensors[f"unet.{module}.lora_A.weight"] = down.astype(np.float16)
             tensors[f"unet.{module}.lora_B.weight"] = up.astype(np.float16)
     assert tensors
@@ -156,20 +135,15 @@ def write_adapter(folder: Path, out: Path, seed: int, chosen: Callable[[str, tup
 def require_switches_in_place(folder: Path, files: list[Path]) -> None:
     """Switch from one file to another and back, and to none: the same bits, and nothing is loaded or captured again."""
 
-    def opened() -> OrtDiffusionPipeline:
-        pipeline = OrtDiffusionPipeline.from_pretrained(folder)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
     def latents(pipeline: OrtDiffusionPipeline) -> Any:
         return np.asarray(pipeline(**CALL, seed=3, output_type="latent").images)
 
     fresh = []  # without a change in place after the load
     for file in files:
-        with opened() as pipeline:
+        with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
             pipeline.load_lora_weights(file)
             fresh.append(latents(pipeline))
-    with opened() as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         assert reads_in_place(pipeline.device)
         base = latents(pipeline)
         for number, file in enumerate(files):

@@ -110,7 +110,6 @@ def test_images_of_sdxl(build: Build, note: Note) -> None:
     for name, folder, batches in (("float16", wide, (1, 8)), ("fp8", narrow, (1, 4, 8, 16))):
         with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
             pipeline.scheduler = "euler"
-            pipeline.set_progress_bar_config(disable=True)
             for batch in batches:
                 rows[name, batch] = _image_seconds(pipeline, batch, 5 if batch == 1 else 2)
                 row = {"precision": name, "batch": batch, "seconds": rows[name, batch]}

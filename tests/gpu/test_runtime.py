@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.diffusers_pipelines import on_cuda
 
 from sdonnx.benchmark.memory import open_gpu
 from sdonnx.errors import DeviceMemoryError
@@ -309,17 +310,14 @@ def test_memory_of_the_device_in_and_out(pipeline: Any) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_images_from_images(masked: bool, arch: str, pipeline: Any, build: Build, note: Any) -> None:
-    import diffusers
     import torch
     from PIL import Image
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     draw = np.random.default_rng(0)
     image = Image.fromarray(draw.integers(0, 256, (9, 9, 3), dtype=np.uint8)).resize((512, 512))
     mask = Image.fromarray((draw.random((9, 9)) < 0.5).astype(np.uint8) * 255).resize((512, 512))
-    kind: Any = diffusers.StableDiffusionInpaintPipeline if masked else diffusers.StableDiffusionImg2ImgPipeline
-    wide = kind.from_pretrained(build(arch)[0]).to("cuda")
-    wide.set_progress_bar_config(disable=True)
+    kind = "StableDiffusionInpaintPipeline" if masked else "StableDiffusionImg2ImgPipeline"
+    wide = on_cuda(build(arch)[0], torch.float32, kind)
     arguments: dict[str, Any] = {"image": image, "strength": 0.7, "num_inference_steps": 10, "output_type": "np"}
     if masked:
         arguments |= {"mask_image": mask, "height": 512, "width": 512}

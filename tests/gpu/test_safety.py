@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.diffusers_pipelines import on_cuda
 
 from sdonnx.export.export_pipeline import export_pipeline
 from sdonnx.metrics import relative_error
@@ -31,7 +32,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     work = tmp_path_factory.mktemp(request.param)
     write_sample(request.param, work / "source", safety_checker=True)
-    pipeline = torch_pipeline(work / "source", torch.float32)
+    pipeline = on_cuda(work / "source", torch.float32)
     checker, pipeline.safety_checker = pipeline.safety_checker, None
     clip_input = prepared(pipeline, draw(pipeline).images)
     with torch.no_grad():
@@ -49,16 +50,6 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     export_pipeline(work / "source", work / "onnx")
     optimize_folder(work / "onnx", work / "fp16", float16=True)
     return request.param, work / "source", work / "fp16"
-
-
-def torch_pipeline(folder: Path, dtype: Any) -> Any:
-    import torch
-    from diffusers import StableDiffusionPipeline
-
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    pipeline: Any = StableDiffusionPipeline.from_pretrained(folder, dtype=dtype).to("cuda")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def draw(pipeline: Any, **arguments: Any) -> Any:
@@ -94,7 +85,7 @@ def test_cosines_are_close_to_float32(folders: tuple[str, Path, Path], note: Any
     special, concepts = graph.session.run(["cosines_0", "cosines_1"], {"clip_input": clip_input})
     results = []
     for dtype in (torch.float32, torch.float16):
-        pipeline = torch_pipeline(source, dtype)
+        pipeline = on_cuda(source, dtype)
         checker, given = pipeline.safety_checker, torch.from_numpy(clip_input).to("cuda", dtype)
         with torch.no_grad():
             embeds = torch.nn.functional.normalize(checker.visual_projection(checker.vision_model(given)[1]).float())
@@ -116,7 +107,7 @@ def test_flagged_images_are_black(low_memory: bool, folders: tuple[str, Path, Pa
     from torch.utils.dlpack import from_dlpack
 
     _, source, optimized = folders
-    expected = draw(torch_pipeline(source, torch.float32))
+    expected = draw(on_cuda(source, torch.float32))
     assert expected.nsfw_content_detected == FOUND
     with OrtDiffusionPipeline.from_pretrained(optimized, low_memory=low_memory) as pipeline:
         for output_type in ("np", "ort", "np"):

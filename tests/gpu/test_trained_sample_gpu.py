@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from shape_evaluation import generate
+from support.diffusers_pipelines import on_cuda
 from support.recording import Note
 
 from sdonnx.metrics import psnr
@@ -20,12 +20,9 @@ COUNT, STEPS, SEED = 40, 25, 7
 
 
 def test_images_show_their_captions(build: Callable[[str], tuple[Path, Path]], note: Note) -> None:
-    import diffusers
-
     source, folder = build("shapes")
     captions = held_out_captions(COUNT, SEED)
-    reference: Any = diffusers.DiffusionPipeline.from_pretrained(source).to("cuda")
-    reference.set_progress_bar_config(disable=True)
+    reference = on_cuda(source, torch.float32)
     expected = generate(reference, captions, steps=STEPS, guidance_scale=GUIDANCE_SCALE, seed=SEED, batch=COUNT)
     noise = torch.randn(COUNT, 4, 16, 16, generator=torch.Generator("cpu").manual_seed(SEED)).numpy()
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:

@@ -8,7 +8,6 @@ SDONNX_KERNELS names the library of our own kernels; without it, only the form w
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from support.autoencoders import XL, export_autoencoder, optimize_autoencoder, write_autoencoder
+from support.latency import median_seconds
 
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import relative_error
@@ -93,21 +93,6 @@ class Decoder:
         self.graph.unload()
 
 
-def latency_ms(call: Callable[[], object]) -> float:
-    """Return the median over rounds of the latency of back-to-back calls."""
-    rounds = []
-    for _ in range(WARM_UPS):
-        call()
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e3)
-    return float(np.median(rounds))
-
-
 def compiled_call(vae: Any, latents: Array) -> Callable[[], object]:
     """Return a call of diffusers' decoder in fp16, compiled as in diffusers' guide to fast inference."""
     vae.to("cuda", torch.float16).to(memory_format=torch.channels_last)
@@ -152,10 +137,10 @@ def test_decoder_of_sdxl_in_fp16(latents: Array, tmp_path: Path, note: Any) -> N
     for name, (file, path) in forms.items():
         decoder = Decoder(file, latents, path)
         row["error"][name] = relative_error(decoder.pixels(), reference)
-        row["ms"][name] = latency_ms(decoder)
+        row["ms"][name] = 1e3 * median_seconds(decoder, ROUNDS, calls=CALLS, warm_ups=WARM_UPS)
         decoder.close()
     compiled = compiled_call(vae, latents)
-    row["ms"]["torch.compile float16"] = latency_ms(compiled)
+    row["ms"]["torch.compile float16"] = 1e3 * median_seconds(compiled, ROUNDS, calls=CALLS, warm_ups=WARM_UPS)
     note("vae_fp16", row)
     print(row)
     for name in forms:

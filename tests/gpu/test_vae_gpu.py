@@ -122,9 +122,9 @@ def test_tiles_replay_captured_graphs(build: Build) -> None:
     assert sorted(launched[Role.IMAGE_DECODER].values()) == [1, 2, 3, 6]
 
 
-# Decodes 4096x4096 pixels with the decoder of Stable Diffusion XL and nothing else, and prints the peak of the memory
-# that NVML counts for the device, in bytes.
-LARGE = """
+# Runs the code of its second argument, which defines `work`, and prints the peak of the memory that NVML counts for the
+# device, in bytes.
+WATCHED = """
 import sys, threading, time
 import numpy as np, pynvml
 from sdonnx.benchmark.memory import open_gpu
@@ -142,66 +142,52 @@ def watch():
         time.sleep(0.001)
 watcher = threading.Thread(target=watch)
 watcher.start()
-with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory="offload") as pipeline:
-    device, graphs = pipeline.device, pipeline._graphs
-    def decode():
-        noise = np.random.default_rng(0).standard_normal((1, 1, 4, 512, 512)).astype(np.float32)
-        buffers = {abi.STATE: device.upload(noise)}
-        buffers[abi.IMAGES] = device.empty((1, 4096, 4096, 3), np.uint8)
-        buffers[abi.SAMPLE] = device.empty((1, 4096, 4096, 3), np.float32)
-        buffers[abi.FINITE] = device.empty((1,), np.bool_)
-        split = pipeline._cache.splits.decoder(1, 512, 512)
-        assert split.tile is not None
-        ImageDecoder(graphs, split, (1, 4, 512, 512), 8, buffers).decode()
-        assert buffers[abi.FINITE].numpy().all()
-        assert buffers[abi.IMAGES].numpy().std() > 1
-    device_thread(device).run(decode)
+level = {"no": False, "yes": True, "offload": "offload"}[sys.argv[3]]
+with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory=level) as pipeline:
+    exec(sys.argv[2])
 done.set()
 watcher.join()
 print(peak)
+"""
+
+
+def peak_bytes(folder: Path, code: str, level: str) -> int:
+    command = [sys.executable, "-c", WATCHED, str(folder), code, level]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+# Decodes 4096x4096 pixels with the decoder of Stable Diffusion XL and nothing else.
+LARGE = """
+device, graphs = pipeline.device, pipeline._graphs
+def decode():
+    noise = np.random.default_rng(0).standard_normal((1, 1, 4, 512, 512)).astype(np.float32)
+    buffers = {abi.STATE: device.upload(noise)}
+    buffers[abi.IMAGES] = device.empty((1, 4096, 4096, 3), np.uint8)
+    buffers[abi.SAMPLE] = device.empty((1, 4096, 4096, 3), np.float32)
+    buffers[abi.FINITE] = device.empty((1,), np.bool_)
+    split = pipeline._cache.splits.decoder(1, 512, 512)
+    assert split.tile is not None
+    ImageDecoder(graphs, split, (1, 4, 512, 512), 8, buffers).decode()
+    assert buffers[abi.FINITE].numpy().all()
+    assert buffers[abi.IMAGES].numpy().std() > 1
+device_thread(device).run(decode)
+"""
+TWO_IMAGES = """
+for _ in range(2):
+    pipeline("a red fox in the snow", num_inference_steps=4)
 """
 
 
 @pytest.mark.weekly
 def test_4096_pixels_decode_within_24_gb(build: Build, note: Any) -> None:
-    command = [sys.executable, "-c", LARGE, str(build("sdxl")[1])]
-    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    peak = peak_bytes(build("sdxl")[1], LARGE, "offload")
     note("decode_4096", {"peak_bytes": peak})
     assert peak < 24e9
 
 
-# Generates two images and prints the peak of the memory that NVML counts for the device, in bytes.
-OFFLOAD = """
-import sys, threading, time
-import pynvml
-from sdonnx import OrtDiffusionPipeline
-from sdonnx.benchmark.memory import open_gpu
-handle = open_gpu()
-used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
-before, peak, done = used(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.is_set():
-        peak = max(peak, used() - before)
-        time.sleep(0.001)
-watcher = threading.Thread(target=watch)
-watcher.start()
-level = {"no": False, "yes": True, "offload": "offload"}[sys.argv[2]]
-with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory=level) as pipeline:
-    for _ in range(2):
-        pipeline("a red fox in the snow", num_inference_steps=4)
-done.set()
-watcher.join()
-print(peak)
-"""
-
-
 @pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])
 def test_offloading_lowers_the_peak(arch: str, build: Build, note: Any) -> None:
-    peaks = {}
-    for level in ("no", "yes", "offload"):
-        command = [sys.executable, "-c", OFFLOAD, str(build(arch)[1]), level]
-        peaks[level] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    peaks = {level: peak_bytes(build(arch)[1], TWO_IMAGES, level) for level in ("no", "yes", "offload")}
     note("offload", {"pipeline": arch, "peak_bytes": peaks})
     assert peaks["offload"] <= 1.05 * peaks["yes"] <= 1.1 * peaks["no"]
     if arch == "sdxl":

@@ -16,10 +16,12 @@ import pytest
 import torch
 from PIL import Image
 from support.control_networks import picture, write_adapter, write_controlnet
+from support.diffusers_pipelines import in_diffusers, task_of
+from support.drawing import observed_roles
 from support.lora_files import write_lora
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
+from support.pipelines import edit_json, refused
 
 from sdonnx.__main__ import main
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, WeightsError
@@ -32,12 +34,6 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
-
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 4, "output_type": "np"}
 SAME_DB = 90
@@ -63,10 +59,8 @@ class Controlled:
         with pipelines.reusing_components(source, options.get("ip_adapters", ()), controls=folders):
             export_pipeline(source, self.exported, **options | {option: folders})
         optimize_folder(self.exported, self.optimized, provider="cpu")
-        torch.set_num_threads(1)
         self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
-        kind: Any = diffusers.DiffusionPipeline
-        self.base = kind.from_pretrained(source)
+        self.base = in_diffusers(source)
 
     def plain(self, **arguments: Any) -> Any:
         """Return this project's image without control images."""
@@ -81,7 +75,6 @@ class Controlled:
             ours: arguments only of this project.
             arguments: arguments of both.
         """
-        theirs.set_progress_bar_config(disable=True)
         common = {"prompt": "a fox"} | SMALL | arguments
         expected = theirs(**common, **given, generator=torch.Generator().manual_seed(3)).images
         found = self.ours(**common, **ours, seed=3).images
@@ -137,7 +130,7 @@ def with_controlnets(pair: Controlled, suffix: str = "") -> Any:
     model: Any = diffusers.ControlNetModel
     nets = [model.from_pretrained(folder) for folder in pair.folders]
     name = type(pair.base).__name__.replace("Pipeline", f"ControlNet{suffix}Pipeline")
-    return getattr(diffusers, name)(**pair.base.components, controlnet=nets if len(nets) > 1 else nets[0])
+    return task_of(pair.base, name, controlnet=nets if len(nets) > 1 else nets[0])
 
 
 def with_adapters(pair: Controlled) -> Any:
@@ -255,7 +248,6 @@ def test_the_size_is_by_default_that_of_the_control_image(name: str, request: py
             (with_controlnets(pair, "Inpaint"), start | mask | resized, start | mask | resized, (72, 56)),
         ]
     for theirs, given, ours, size in cases:
-        theirs.set_progress_bar_config(disable=True)
         expected = theirs(**usual, **given, generator=torch.Generator().manual_seed(3)).images
         found = pair.ours(**usual, **ours, seed=3).images
         assert found.shape[1:3] == expected.shape[1:3] == size
@@ -290,7 +282,6 @@ def test_image_to_image_and_inpainting(name: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning")
 def test_together_with_an_ip_adapter_and_lora(work: Path, pipelines: PipelineCache) -> None:
     source = pipelines.micro("tiny-ip-adapter")
     folders, adapter = [write_controlnet(source, work / "controlnet-ip", 5)], "ip-adapter.safetensors"
@@ -397,53 +388,23 @@ def test_weight_zero_and_an_empty_range_add_nothing(sd: Controlled) -> None:
 
 
 def test_controlnets_run_only_in_their_range_and_nothing_is_loaded_again(sd: Controlled) -> None:
-    runs: list[str] = []
-
-    class Watch:
-        def __init__(self, role: Role) -> None:
-            self.role = role
-
-        def __enter__(self) -> None:
-            runs.append(self.role.value)
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
     sd.ours("a fox", control_image=IMAGES, seed=3, **SMALL)
     bound: list[Run] = list(sd.ours._cache.get(list(sd.ours._cache._shapes)[-1]).controls._runs.values())
-    sd.ours.observe(lambda role, run: Watch(role))
-    try:
+    with observed_roles(sd.ours) as roles:
         sd.ours(
             "a fox", control_image=IMAGES, control_guidance_start=[0.0, 0.4], control_guidance_end=[0.4, 0.8], seed=3,
             controlnet_conditioning_scale=[0.3, 0.4], **SMALL,
         )  # fmt: skip
-    finally:
-        sd.ours.observe(None)
-    counts = Counter(runs)
     # PNDM calls the denoiser five times in four steps: each ControlNet runs at two calls, and none at the last.
-    assert (counts["controlnet"], counts["controlled_denoiser"], counts["denoiser"]) == (4, 4, 1)
+    kinds = (Role.CONTROLNET, Role.CONTROLLED_DENOISER, Role.DENOISER)
+    assert [roles.count(each) for each in kinds] == [4, 4, 1]
     after = list(sd.ours._cache.get(list(sd.ours._cache._shapes)[-1]).controls._runs.values())
     assert [id(run) for run in after] == [id(run) for run in bound]
 
 
 def test_adapters_run_once(adapted: Controlled) -> None:
-    roles: list[Role] = []
-
-    class Watch:
-        def __init__(self, role: Role) -> None:
-            roles.append(role)
-
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    adapted.ours.observe(lambda role, run: Watch(role))
-    try:
+    with observed_roles(adapted.ours) as roles:
         adapted.ours("a fox", adapter_image=IMAGES, seed=3, **SMALL)
-    finally:
-        adapted.ours.observe(None)
     assert roles.count(Role.T2I_ADAPTER) == 2
     assert roles.count(Role.CONTROLLED_DENOISER) == 5  # of PNDM in four steps
 
@@ -455,8 +416,6 @@ def test_guidance_may_be_turned_off_during_a_call(sd: Controlled) -> None:
         return {}
 
     found = sd.ours("a fox", control_image=IMAGES, seed=3, callback_on_step_end=stop, **SMALL).images
-    theirs = with_controlnets(sd)
-    theirs.set_progress_bar_config(disable=True)
     usual = sd.ours("a fox", control_image=IMAGES, seed=3, **SMALL).images
     assert psnr(found, usual) < 60
     assert np.isfinite(found).all()
@@ -603,8 +562,7 @@ def test_a_controlnet_that_does_not_fit_is_refused(
     changes: dict[str, Any], words: list[str], sd: Controlled, source: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(sd.folders[0], tmp_path / "net")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", **changes)
     is_config = changes.keys() & {"_class_name", "global_pool_conditions", "layers_per_block"}
     with refused(FolderError if is_config else WeightsError, *words):
         export_pipeline(source, tmp_path / "out", controlnets=[folder])

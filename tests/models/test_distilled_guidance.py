@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import drawing
 from support.control_networks import picture, write_controlnet
-from support.diffusers_pipelines import in_diffusers
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.micro import changed
 from support.pipeline_cache import PipelineCache
 from support.pipelines import copied, edit_json, refused
@@ -28,12 +28,6 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.call_arguments import guidance_embedding
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
-
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 SMALL: dict[str, Any] = {"height": 64, "width": 48}
 SAME_DB = 90
@@ -101,35 +95,21 @@ def test_embedding_is_that_of_diffusers(size: int, scale: float) -> None:
     assert np.median(np.abs(guidance_embedding([scale], size)[0] - expected[0])) < 1e-7
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0, 8.5])
-def test_images_of_lcm(lcm: Pair, scale: float) -> None:
-    assert lcm.agreement(guidance_scale=scale, num_inference_steps=4) > SAME_DB
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         {},
+        *({"guidance_scale": scale, "num_inference_steps": 4} for scale in (0.0, 1.0, 4.0, 8.5)),
         {"num_inference_steps": 1},
         {"num_inference_steps": 8},
         {"timesteps": [999, 759, 499, 259]},
         {"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2},
     ],
+    ids=str,
 )
-def test_images_of_lcm_with_arguments(lcm: Pair, arguments: dict[str, Any]) -> None:
+def test_images_of_lcm(lcm: Pair, arguments: dict[str, Any]) -> None:
     """Without arguments, LatentConsistencyModelPipeline's defaults apply: 4 steps with a guidance of 8.5."""
     assert lcm.agreement(**arguments) > SAME_DB
-
-
-def test_the_guidance_scale_changes_the_image(lcm: Pair) -> None:
-    images = [lcm.ours("a fox", seed=3, guidance_scale=g, output_type="np", **SMALL).images for g in (1, 4, 8)]
-    assert psnr(images[0], images[1]) < 60
-    assert psnr(images[1], images[2]) < 60
-
-
-def test_defaults(lcm: Pair) -> None:
-    assert (lcm.ours.default_guidance_scale, lcm.ours.default_steps) == (8.5, 4)
-    assert lcm.ours.scheduler == "LCMScheduler"
 
 
 @pytest.mark.parametrize("scale", weekly([0.0, 1.0, 7.5], 7.5))
@@ -139,9 +119,7 @@ def test_images_of_xl(xl: Pair, scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 7.5])
 def test_image_to_image(lcm: Pair, scale: float) -> None:
-    components = {key: value for key, value in lcm.theirs.components.items() if key != "requires_safety_checker"}
-    theirs: Any = diffusers.StableDiffusionImg2ImgPipeline(**components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(lcm.theirs, "StableDiffusionImg2ImgPipeline")
     image = picture(2, (48, 64))
     given: dict[str, Any] = {"image": image, "strength": 0.6, "num_inference_steps": 5, "guidance_scale": scale}
     found, expected = lcm.draw("a fox", theirs=theirs, **given)
@@ -152,9 +130,7 @@ def test_each_image_has_its_own_guidance_scale(lcm: Pair) -> None:
     arguments: dict[str, Any] = {"num_inference_steps": 2, "output_type": "np", **SMALL}
     both = lcm.ours(["a fox"] * 2, guidance_scale=[2.0, 9.0], seed=[3, 4], **arguments).images
     for index, (scale, seed) in enumerate(((2.0, 3), (9.0, 4))):
-        single = lcm.theirs(
-            "a fox", guidance_scale=scale, generator=torch.Generator().manual_seed(seed), **arguments
-        ).images
+        single = lcm.theirs("a fox", guidance_scale=scale, generator=drawing.generator(seed), **arguments).images
         assert psnr(both[index : index + 1], single) > SAME_DB
     with refused(OptionError, "guidance_scale is a list of 3", "each of 2 images"):
         lcm.ours(["a fox"] * 2, guidance_scale=[2.0, 9.0, 1.0], **arguments)
@@ -205,10 +181,6 @@ def test_graphs_for_cuda_are_fused_and_read_the_input_in_float16(
     assert abi.TIMESTEP_COND not in [each.name for each in step.input]  # projected once for an image
 
 
-def test_other_unets_do_not_have_the_input(micro_exported: Path) -> None:
-    assert "timestep_cond" not in [tensor.name for tensor in _denoiser(micro_exported).inputs]
-
-
 def _denoiser(folder: Path) -> Any:
     return family_of(PipelineFolder.open(folder)).with_role(Role.DENOISER)
 
@@ -218,14 +190,10 @@ def test_controlnet(lcm: Pair, work: Path, pipelines: PipelineCache) -> None:
     folder = write_controlnet(lcm.source, work / "controlnet", 1)
     optimized = pipelines.optimized(pipelines.exported(lcm.source, controlnets=[folder]), provider="cpu")
     network: Any = diffusers.ControlNetModel.from_pretrained(folder)
-    components = {key: value for key, value in lcm.theirs.components.items() if key != "requires_safety_checker"}
-    theirs: Any = diffusers.StableDiffusionControlNetPipeline(
-        **components, controlnet=network, requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(lcm.theirs, "StableDiffusionControlNetPipeline", controlnet=network)
     common: dict[str, Any] = {"guidance_scale": 6.0, "num_inference_steps": 3, "output_type": "np", **SMALL}
     image = picture(1)
-    expected = theirs("a fox", image=image, generator=torch.Generator().manual_seed(3), **common).images
+    expected = theirs("a fox", image=image, generator=drawing.generator(3), **common).images
     with OrtDiffusionPipeline.from_pretrained(optimized) as pipeline:
         found = pipeline("a fox", control_image=image, seed=3, **common).images
     assert psnr(found, expected) > SAME_DB

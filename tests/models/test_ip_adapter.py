@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support.diffusers_pipelines import in_diffusers
+from support.drawing import observed_roles
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
+from support.pipelines import edit_json, refused
 
 from sdonnx.__main__ import main
 from sdonnx.cli.generate import add_arguments as add_generate_arguments
@@ -29,24 +31,17 @@ from sdonnx.cli.generate import run as generate
 from sdonnx.errors import FolderError, OptionError, OutputError, WeightsError
 from sdonnx.export.export_pipeline import export_pipeline
 from sdonnx.export.image_attention import attend_to_images
-from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
+from sdonnx.folder.pipeline_folder import REPORT, read_json
 from sdonnx.metrics import psnr, relative_error
 from sdonnx.models.image_adapters import Adapter, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
 from sdonnx.models.layer_counts import expected_counts
 from sdonnx.models.spec import Role
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION_XL
-from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.inputs.ip_adapter_inputs import scale_matrix
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.sample.write_sample import ARCHITECTURES, build_network
-
-# diffusers converts torch tensors to numpy in a way that numpy deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "np"}
 SAME_DB = 90
@@ -65,10 +60,7 @@ class Pair:
         self.exported = pipelines.adapted(source, *names)
         optimized = pipelines.optimized(self.exported, provider="cpu")
         self.reports = read_json(optimized / REPORT)["components"]
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(source)
-        self.theirs.set_progress_bar_config(disable=True)
+        self.theirs = in_diffusers(source)
         self.theirs.load_ip_adapter(str(source), subfolder="ip_adapter", weight_name=list(names))
         self.ours = OrtDiffusionPipeline.from_pretrained(optimized)
         self.count = len(names)
@@ -177,23 +169,16 @@ def test_image_embeddings_replace_images(both: Pair) -> None:
 def test_image_to_image_agrees(both: Pair) -> None:
     start = np.random.default_rng(0).random((1, 96, 128, 3)).astype(np.float32)
     kind: Any = diffusers.StableDiffusionImg2ImgPipeline
-    arguments: dict[str, Any] = {
-        "image": start,
-        "strength": 0.7,
-        "num_inference_steps": 4,
-        "ip_adapter_image": [picture(0)] * 2,
-    }
-    assert (
-        both.agreement([0.5, 0.5], lambda **parts: kind(**parts, requires_safety_checker=False), **arguments) > SAME_DB
+    arguments: dict[str, Any] = {"image": start, "strength": 0.7, "num_inference_steps": 4}
+    found = both.agreement(
+        [0.5, 0.5], partial(kind, requires_safety_checker=False), ip_adapter_image=[picture(0)] * 2, **arguments
     )
+    assert found > SAME_DB
 
 
 def test_scale_zero_equals_the_pipeline_without_adapters(both: Pair, xl: Pair) -> None:
     for pair in (both, xl):
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        without = pipeline_class.from_pretrained(pair.source)
-        without.set_progress_bar_config(disable=True)
-        expected = without("a fox", **SMALL, generator=torch.Generator().manual_seed(3)).images
+        expected = in_diffusers(pair.source)("a fox", **SMALL, generator=torch.Generator().manual_seed(3)).images
         images: dict[str, Any] = {"ip_adapter_image": [picture(0), picture(1)]}
         found = pair.ours("a fox", **SMALL, seed=3, ip_adapter_scale=0, **images).images
         assert psnr(found, expected) > SAME_DB
@@ -297,31 +282,17 @@ def test_counts_of_the_full_architecture() -> None:
 # --- weights and images at run time -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def observed(pipeline: OrtDiffusionPipeline) -> Iterator[list[Role]]:
-    seen: list[Role] = []
-
-    @contextmanager
-    def note(role: Role, _: Run) -> Iterator[None]:
-        seen.append(role)
-        yield
-
-    pipeline.observe(note)
-    yield seen
-    pipeline.observe(None)
-
-
 def test_changed_scale_needs_no_new_capture(both: Pair) -> None:
     ours, images = both.ours, [picture(0), picture(1)]
     ours("a fox", **SMALL, ip_adapter_image=images)
     sizes = len(ours.captured_sizes)
     encoders = {Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER}
-    with observed(ours) as seen:
+    with observed_roles(ours) as seen:
         for scale in (0.1, [0.5, 1.0], {"up": 1.0}):
             given = [scale, scale] if isinstance(scale, dict) else scale
             ours("an owl", **SMALL, ip_adapter_image=images, ip_adapter_scale=given)
     assert not encoders & set(seen)  # the same images
-    with observed(ours) as seen:
+    with observed_roles(ours) as seen:
         ours("an owl", **SMALL, ip_adapter_image=[picture(7), picture(8)])
     assert encoders <= set(seen)
     assert len(ours.captured_sizes) == sizes
@@ -590,10 +561,7 @@ def test_image_encoder_may_be_a_pickle_if_allowed(source: Path, tmp_path: Path) 
     with refused(WeightsError, "--allow_pickle image_encoder"):
         exported(source, tmp_path / "out", adapter, image_encoder=encoder)
     allowed: dict[str, Any] = {"allow_pickle": ["image_encoder"], "ip_adapters": [adapter], "image_encoder": encoder}
-    config = encoder / "config.json"
-    config.write_text(
-        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "num_channels"})
-    )
+    edit_json(encoder / "config.json", num_channels=...)
     with refused(FolderError, "num_channels"):  # raised after the pickle was read
         export_pipeline(source, tmp_path / "out", **allowed)
 
@@ -646,12 +614,8 @@ def test_pipelines_own_image_encoder_has_priority(source: Path, tmp_path: Path) 
     own = tmp_path / "own"
     shutil.copytree(source, own)
     shutil.copytree(source / "ip_adapter" / "image_encoder", own / "image_encoder")
-    config = own / "image_encoder" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"projection_dim": 48}))
-    index = json.loads((own / "model_index.json").read_text())
-    (own / "model_index.json").write_text(
-        json.dumps(index | {"image_encoder": ["transformers", "CLIPVisionModelWithProjection"]})
-    )
+    edit_json(own / "image_encoder" / "config.json", projection_dim=48)
+    edit_json(own / "model_index.json", image_encoder=["transformers", "CLIPVisionModelWithProjection"])
     with refused(WeightsError, "48", str(own / "image_encoder")):
         exported(own, tmp_path / "out", own / "ip_adapter" / ADAPTER_FILES[0])
 
@@ -687,21 +651,9 @@ def test_changed_folders_are_refused(both: Pair, tmp_path: Path) -> None:
             OrtDiffusionPipeline.from_pretrained(folder)
     config.write_text(json.dumps(good))
     processor = folder / "image_processor" / "preprocessor_config.json"
-    content = json.loads(processor.read_text())
-    processor.write_text(json.dumps(content | {"crop_size": {"height": 40, "width": 40}}))
+    edit_json(processor, crop_size={"height": 40, "width": 40})
     with refused(FolderError, "prepares images of (40, 40)", "(56, 56)", "image_encoder"):
         OrtDiffusionPipeline.from_pretrained(folder)
     shutil.rmtree(folder / "image_processor")
     with refused(FolderError, "image_processor", "image_encoder"):
         OrtDiffusionPipeline.from_pretrained(folder)
-
-
-def test_exported_folder_describes_its_adapters(both: Pair) -> None:
-    folder = PipelineFolder.open(both.exported)
-    assert folder.has_component("ip_adapter")
-    assert folder.has_component("image_encoder")
-    adapters = AdapterSet.from_config(folder.config("ip_adapter"))
-    assert [(adapter.kind, adapter.tokens) for adapter in adapters.adapters] == [("plain", 4), ("plus", 6)]
-    assert AdapterSet.from_config(adapters.config()) == adapters
-    assert adapters.places() == [("down", 0, 0), ("up", 1, 0), ("up", 1, 1), ("mid", 0, 0)]
-    assert folder.index["image_encoder"] == ["transformers", "CLIPVisionModelWithProjection"]

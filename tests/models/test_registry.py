@@ -20,7 +20,7 @@ from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models import registry
 from sdonnx.models.image_adapters import Adapter, AdapterSet
 from sdonnx.models.ip_adapter import with_adapters
-from sdonnx.models.layer_counts import KINDS, expected_counts, layer_counts, require_class
+from sdonnx.models.layer_counts import expected_counts, layer_counts, require_class
 from sdonnx.models.registry import FAMILIES, family_of
 from sdonnx.models.spec import CallDefaults, ComponentSpec, Config, Family, Role, TensorSpec
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION
@@ -79,13 +79,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "FAMILIES", (*FAMILIES, MADE_UP))
 
 
-def write_pipeline(folder: Path, *, text_encoder: bool = True, reads_size: bool = True) -> PipelineFolder:
+def write_pipeline(folder: Path) -> PipelineFolder:
     """Write the configurations of a made-up pipeline."""
     index: dict[str, Any] = {"_class_name": "MadeUpPipeline", "transformer": ["diffusers", "MadeUpTransformer"]}
-    configs = {"transformer": {"in_channels": 4, "num_layers": 3, "reads_size": reads_size}}
-    if text_encoder:
-        index["text_encoder"] = ["transformers", "MadeUpEncoder"]
-        configs["text_encoder"] = {"hidden_size": 16, "num_layers": 2}
+    index["text_encoder"] = ["transformers", "MadeUpEncoder"]
+    configs = {
+        "transformer": {"in_channels": 4, "num_layers": 3, "reads_size": True},
+        "text_encoder": {"hidden_size": 16, "num_layers": 2},
+    }
     for name, config in configs.items():
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -108,24 +109,6 @@ def test_registered_family_is_found_by_its_pipeline_class(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("registered")
-def test_missing_optional_component_is_left_out(tmp_path: Path) -> None:
-    folder = write_pipeline(tmp_path, text_encoder=False)
-    family = family_of(folder)
-    assert [spec.name for spec in family.components] == ["transformer"]
-    assert family.text_encoders == ()
-    assert family.join_config(folder, {"in_channels": 4}) == {"in_channels": 4}
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(
-    ("reads_size", "names"), [(True, ["sample", "text", "size"]), (False, ["sample", "text"])], ids=["with", "without"]
-)
-def test_input_depends_on_the_configuration(reads_size: bool, names: list[str], tmp_path: Path) -> None:
-    denoiser = family_of(write_pipeline(tmp_path, reads_size=reads_size)).with_role(Role.DENOISER)
-    assert [tensor.name for tensor in denoiser.inputs] == names
-
-
-@pytest.mark.usefixtures("registered")
 def test_configuration_is_joined_with_other_components(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path)
     family = family_of(folder)
@@ -136,27 +119,6 @@ def test_configuration_is_joined_with_other_components(tmp_path: Path) -> None:
         ("batch_size", 16),
         ("batch_size", 2),
     ]
-
-
-def test_series_has_one_output_for_each_layer() -> None:
-    outputs = MADE_UP.component("text_encoder").outputs_in({"num_layers": 2})
-    assert [tensor.name for tensor in outputs] == ["states.0", "states.1", "states.2"]
-    assert MADE_UP.component("text_encoder").outputs_in({}) == ()
-
-
-def test_component_exceeds_float16_by_its_configuration() -> None:
-    denoiser, encoder = MADE_UP.with_role(Role.DENOISER), MADE_UP.with_role(Role.TEXT_ENCODER)
-    assert denoiser.exceeds_float16({"in_channels": 16})
-    assert not denoiser.exceeds_float16({"in_channels": 4})
-    assert not encoder.exceeds_float16({"in_channels": 16})
-
-
-def test_layers_are_counted_by_the_family() -> None:
-    denoiser = MADE_UP.with_role(Role.DENOISER)
-    counts = expected_counts(denoiser, {"_class_name": "MadeUpTransformer", "num_layers": 3})
-    assert counts == dict.fromkeys(KINDS, 0) | {"attention": 3, "geglu": 3}
-    assert expected_counts(denoiser, {"_class_name": "UNet2DConditionModel", "num_layers": 3}) is None
-    assert expected_counts(MADE_UP.with_role(Role.TEXT_ENCODER), {"num_layers": 3}) is None
 
 
 def test_adapters_extend_any_family() -> None:

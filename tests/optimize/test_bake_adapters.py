@@ -13,6 +13,7 @@ import pytest
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.plain_lora import lora_image
 
 from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError, OutputError, WeightsError
@@ -36,7 +37,6 @@ ROUNDING = 1e-3
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
 
@@ -95,11 +95,6 @@ def test_every_graph_is_that_of_the_merged_pipeline(
     assert compared > 30
 
 
-def _image(pipeline: OrtDiffusionPipeline) -> Any:
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
-
-
 def test_images_are_those_of_loaded_files(arch: str, lora: Path, pipelines: PipelineCache, tmp_path: Path) -> None:
     folder = pipelines.optimized(pipelines.exported(pipelines.nano(arch)), provider="cpu")
     assert main(["bake", "-m", str(folder), "--lora", f"{lora}:0.7", str(lora), "-o", str(tmp_path / "out")]) == 0
@@ -108,7 +103,7 @@ def test_images_are_those_of_loaded_files(arch: str, lora: Path, pipelines: Pipe
         loaded.load_lora_weights(lora, adapter_name=name)
     loaded.set_adapters(["a", "b"], [0.7, 1.0])
     baked = OrtDiffusionPipeline.from_pretrained(tmp_path / "out")
-    assert np.array_equal(_image(baked), _image(loaded))
+    assert np.array_equal(lora_image(baked), lora_image(loaded))
     report = json.loads((tmp_path / "out" / "sdonnx.json").read_text())
     assert [(each["file"], each["weights"]["unet"]) for each in report["adapters"]] == [
         (lora.name, 0.7),
@@ -118,7 +113,7 @@ def test_images_are_those_of_loaded_files(arch: str, lora: Path, pipelines: Pipe
     baked.load_lora_weights(lora, adapter_name="c")
     loaded.load_lora_weights(lora, adapter_name="c")
     loaded.set_adapters(["a", "b", "c"], [0.7, 1.0, 1.0])
-    assert psnr(_image(baked), _image(loaded)) > 70  # the weights between were rounded
+    assert psnr(lora_image(baked), lora_image(loaded)) > 70  # the weights between were rounded
 
 
 def test_a_certificate_is_not_copied(arch: str, lora: Path, pipelines: PipelineCache, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,25 +43,6 @@ def residual_norm(tmp_path: Path) -> Path:
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     return path
-
-
-def record(compare: Any, exporter: str, optimizer: str, **others: Any) -> Any:
-    names = [name for column in compare.COLUMNS.values() for name in column]
-    return {
-        "component": "unet",
-        "exporter": exporter,
-        "optimizer": optimizer,
-        "seconds": 1.25,
-        "outcome": "done",
-        "peak_bytes": 2_000_000_000,
-        "counts": dict.fromkeys(names, 0) | {"MultiHeadAttention": 7, "GroupNorm": 3, "nodes": 99},
-        "exported": {"opset": 17, "nodes": 200},
-        "limit_s": 600,
-        "command": "python lab/compare_optimizers.py",
-        "versions": {"onnx": "1.0"},
-        "git": {"commit": "0123456789abcdef", "changed": False},
-        "machine": {"cpus": 2, "memory_bytes": 24_000_000_000},
-    } | others
 
 
 def test_count_distinguishes_domains(compare: Any) -> None:
@@ -118,36 +98,6 @@ def test_kills_an_optimizer_at_the_time_limit(compare: Any, residual_norm: Path)
     answer = compare.run_child(["fuse", "onnxruntime", "unet", str(residual_norm)], limit_s=0.05)
     assert answer["outcome"] == "not finished in 0.05 s"
     assert answer["seconds"] < 10
-
-
-def test_new_record_replaces_the_earlier_one(compare: Any, tmp_path: Path) -> None:
-    path = tmp_path / "results" / "exporters-tiny.json"
-    first = {("unet", "dynamo-18", "sdonnx"): record(compare, "dynamo-18", "sdonnx", seconds=9.0)}
-    compare.write_records(path, first)
-    records = compare.read_records(path)
-    records["unet", "dynamo-20", "sdonnx"] = record(compare, "dynamo-20", "sdonnx")
-    records["unet", "dynamo-18", "sdonnx"] = record(compare, "dynamo-18", "sdonnx", seconds=2.0)
-    compare.write_records(path, records)
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [(line["exporter"], line["seconds"]) for line in lines] == [("dynamo-20", 1.25), ("dynamo-18", 2.0)]
-
-
-def test_page_shows_both_optimizers_and_a_crash(compare: Any, tmp_path: Path) -> None:
-    crash = record(compare, "dynamo-18", "onnxruntime", outcome="crash: TypeError: no; never", peak_bytes=None)
-    del crash["counts"]
-    pair = [record(compare, "dynamo-18", "sdonnx"), crash]
-    compare.write_records(
-        tmp_path / "exporters-sd15.json", {(r["component"], "dynamo-18", r["optimizer"]): r for r in pair}
-    )
-    lines = compare.page(tmp_path).splitlines()
-    (row,) = [line for line in lines if line.startswith("| unet")]
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "unet", "dynamo-18", "200", "7 / -", "0 / -", "3+0 / -", "0+0 / -", "0 / -", "0 / -", "99 / -",
-        "1.2 / 1.2 (1)", "2.0 / -",
-    ]  # fmt: skip
-    assert "1. onnxruntime: crash: TypeError: no; never" in lines
-    assert "## sd15" in lines
-    assert sum(line == "python lab/compare_optimizers.py" for line in lines) == 1
 
 
 @pytest.mark.weekly

@@ -311,13 +311,3 @@ def test_an_old_command_line_is_read() -> None:
     assert read.overwrite
     assert read.use_external_data_format
     assert options().parse_args(["-i", "a", "-o", "b"]).provider == "cuda"
-
-
-def test_help_is_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    titles = ["folders:", "precision:", "target:", "fusions to leave out:"]
-    assert [title for title in titles if title in shown] == titles
-    for action in options()._actions:
-        assert action.help, action.dest

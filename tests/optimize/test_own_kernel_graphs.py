@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 
 from sdonnx.cli.explain import explained
-from sdonnx.cli.optimize import add_arguments
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import hash_file
@@ -27,7 +25,6 @@ from sdonnx.metrics import relative_error
 from sdonnx.models import abi
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
 from sdonnx.operators.operator_table import LowerContribOperators
-from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.weight_buffers import load_shared_weights
@@ -66,13 +63,6 @@ def test_other_targets_have_one_form(options: Mapping[str, Any], pipelines: Pipe
     report = json.loads((folder / "sdonnx.json").read_text())
     assert "kernels" not in report["options"]
     assert "--kernels" not in command_for(report)
-
-
-def test_default_is_auto() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert parser.parse_args(["-i", "in", "-o", "out"]).kernels == "auto"
-    assert OptimizeRequest().kernels == "auto"
 
 
 def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, plain: Path) -> None:

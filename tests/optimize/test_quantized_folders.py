@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
 from sdonnx.cli.optimize import add_arguments
-from sdonnx.cli.quantization_options import quantization_lines
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
@@ -276,9 +274,3 @@ def test_weights_that_are_not_finite_are_refused(micro_exported: Path, tmp_path:
     with refused(WeightsError, "holds NaN or infinity"):
         optimize_folder(exported, tmp_path / "out", provider="cpu", quantization=config("int8_weightonly"))
     assert not (tmp_path / "out").exists()
-
-
-def test_line_of_a_component(int8: Path) -> None:
-    component = SimpleNamespace(name="unet", quantized=report_of(int8)["components"]["unet"]["quantized"])
-    report: Any = SimpleNamespace(components={"unet": component})
-    assert list(quantization_lines(report)) == ["unet: 66 weights in int8_weightonly, 11.0 MB -> 2.8 MB"]

@@ -26,7 +26,7 @@ from sdonnx.precision_search.calibrate import Activations, calibrate, chosen_mag
 from sdonnx.precision_search.optimize_automatically import optimize_automatically
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search_options import ProbeSettings
-from sdonnx.quantization.calibration_file import CALIBRATION, read_calibration, write_calibration
+from sdonnx.quantization.calibration_file import CALIBRATION, read_calibration
 from sdonnx.quantization.number_formats import FORMATS
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
@@ -201,13 +201,6 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent.json"):
         with refused(OptionError, "is missing", "--calibration_prompts"):
             read_calibration(path)
-
-
-def test_a_file_is_read_again(tmp_path: Path) -> None:
-    scales = {"unet": {"a": 1.5, "b": 3e-5}, "text_encoder": {}}
-    write_calibration(tmp_path, scales)
-    assert read_calibration(tmp_path) == scales
-    assert json.loads((tmp_path / CALIBRATION).read_text()).keys() == {"components"}
 
 
 @pytest.mark.parametrize(

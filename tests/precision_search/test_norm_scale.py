@@ -16,7 +16,7 @@ from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.precision.group_norm_scaling import scalable_values
 from sdonnx.precision.policy import MIN_NORM_SCALE, PrecisionPolicy
 from sdonnx.precision_search.component_trials import Component
-from sdonnx.precision_search.optimize_automatically import flag_of, measured_scale, searched_scale, write_scaled
+from sdonnx.precision_search.optimize_automatically import measured_scale, searched_scale, write_scaled
 from sdonnx.runtime.device.device import device_for
 
 DEFAULT = 2.0**-7
@@ -103,8 +103,3 @@ def test_scaled_graph_is_written_next_to_the_other(tmp_path: Path) -> None:
     for value in scaled.graph.initializers.values():  # into memory, for the other evaluator
         value.const_value = ir.Tensor(value.const_value.numpy(), name=value.name)  # type: ignore[union-attr]
     assert np.array_equal(run(scaled, FEEDS)["y"], run(before, FEEDS)["y"])
-
-
-def test_flag_of_a_factor() -> None:
-    assert flag_of("vae_decoder", DEFAULT) == "vae_decoder:1/128"
-    assert flag_of("unet", 1.0) == "unet:1"

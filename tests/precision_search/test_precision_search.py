@@ -46,7 +46,7 @@ from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.precision.convert import ConvertPrecision
 from sdonnx.precision.policy import Precision, PrecisionPolicy
 from sdonnx.precision_search import search as searching
-from sdonnx.precision_search.component_trials import Component, Error, Range, duration
+from sdonnx.precision_search.component_trials import Component, Error, Range
 from sdonnx.precision_search.fp16_emulation import (
     Monitor,
     Widen,
@@ -60,16 +60,9 @@ from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search import Reason, search
 from sdonnx.precision_search.search_options import ProbeSettings
 from sdonnx.runtime.device.device import device_for
-from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.sample.overflow import OVERFLOWS
 from sdonnx.sample.write_sample import write_sample
-
-# diffusers passes torch tensors to numpy.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 Array = npt.NDArray[Any]
 
@@ -414,16 +407,6 @@ def test_series_are_joined_if_they_match_nothing_else() -> None:
     }  # fmt: skip
     apart = searching._groups(model.graph, dict.fromkeys(("up.0.q", "up.1.q"), reason))
     assert set(apart) == {"up.0.q", "up.1.q"}  # up.*.q would also match up.4.q
-
-
-def test_duration_of_a_call(tmp_path: Path) -> None:
-    model = graph("float[B,4] x", "float[B,4] y", "y = Tanh(x)")
-    ir.save(model, tmp_path / "model.onnx")
-    device = device_for("cpu")
-    values = {"x": normal(2, 4)}
-    start = time.perf_counter()
-    milliseconds = duration(Graph(tmp_path / "model.onnx", device), values, {"y": normal(2, 4)})
-    assert 0 < milliseconds < 1e3 * (time.perf_counter() - start)
 
 
 # --- whole pipelines --------------------------------------------------------------------------------------------------

@@ -138,26 +138,6 @@ def test_the_command_writes_a_file_that_is_read_again(
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--quantize", "fp8", "--max_error", "0.1"], "--max_error without --quantize auto"),
-        (["--sensitivity", "x.json"], "--sensitivity without --quantize auto"),
-        (["--quantize", "auto", "--max_error", "0"], "a number between 0 and 1"),
-        (["--quantize", "auto", "--max_error", "nan"], "a number between 0 and 1"),
-        (["--quantize", "auto", "--quant_submodules_config_path", "x.json"], "cannot be read"),
-        (["--quantize", "auto", "--calibration_size", "-8"], "at least 1"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: list[str], words: str, nano_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert main(["optimize", "-i", str(nano_exported), "-o", str(out), "--provider", "cpu", *options]) == 2
-    assert words in " ".join(capsys.readouterr().err.split())
-    assert not out.exists()
-
-
 def test_auto_excludes_a_file_of_modules(
     nano_exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

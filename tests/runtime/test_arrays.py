@@ -229,15 +229,6 @@ def test_export(consumer: Any, dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(np.asarray(seen), 1)
 
 
-def test_export_of_bfloat16() -> None:
-    tensor = numbers(torch.bfloat16)
-    seen = from_dlpack(export(to_device(tensor, CPU, "latents")))
-    del tensor
-    churn()
-    assert seen.dtype == torch.bfloat16
-    assert torch.equal(seen, numbers(torch.bfloat16))
-
-
 def test_export_copies_on_request() -> None:
     for tensor in (numbers(torch.float32), numbers(torch.bfloat16)):
         held = to_device(tensor, CPU, "latents")

@@ -25,12 +25,6 @@ from sdonnx.errors import FolderError, OptionError, PromptError, SchedulerError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-# diffusers' schedulers convert torch tensors with deprecated functions of numpy.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 USUAL: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 3, "output_type": "np"}
 
 
@@ -156,15 +150,6 @@ def test_options_of_onnxruntime(micro_cpu: Path, ours: OrtDiffusionPipeline) -> 
         OrtDiffusionPipeline.from_pretrained(micro_cpu, session_options=bad)
 
 
-def test_folder_without_a_graph_names_the_file(micro_cpu: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(micro_cpu, tmp_path / "folder")
-    (tmp_path / "folder" / "text_encoder" / "text.onnx").unlink()
-    with refused(FolderError, "text.onnx is missing"):
-        OrtDiffusionPipeline.from_pretrained(tmp_path / "folder")
-
-
 # Progress and output
 
 
@@ -242,9 +227,6 @@ def test_embeddings_of_any_length(ours: OrtDiffusionPipeline, theirs: Any) -> No
     }
     expected = theirs(**given, generator=generator(), **USUAL).images
     assert psnr(ours(**given, seed=0, **USUAL).images, expected) > MIN_PSNR_DB
-
-
-WIDTH_OF_TINY = 768
 
 
 @pytest.mark.parametrize(

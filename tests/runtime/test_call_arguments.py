@@ -10,13 +10,10 @@ import pytest
 import torch
 from support.drawing import MIN_PSNR_DB, assert_same_images, generator, switch
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import ImageOutput, OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 SIZE: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 2}
 ALIGNED_STEPS = [999, 850, 545, 233, 24]  # of Align Your Steps, arXiv:2404.14507
@@ -108,19 +105,6 @@ def test_seed_for_each_image(ours: OrtDiffusionPipeline) -> None:
             ours(**arguments, seed=seeds)
     with refused(OptionError, "both a seed and a generator"):
         ours(**arguments, seed=[3, 4], generator=[generator(3), generator(4)])
-
-
-@pytest.mark.parametrize("names", [["latents"], ("latents",), []])
-def test_callback_receives_the_named_tensors(names: Any, ours: OrtDiffusionPipeline) -> None:
-    received: list[dict[str, Any]] = []
-
-    def callback(pipeline: Any, step: int, timestep: float, tensors: dict[str, Any]) -> dict[str, Any]:
-        received.append(dict(tensors))
-        return tensors
-
-    ours("a fox", **SIZE, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=names)
-    assert len(received) == 3  # PNDM takes one call more
-    assert all(list(tensors) == list(names) for tensors in received)
 
 
 @pytest.mark.parametrize("names", [["add_time_ids"], ["latents", "mask"], "latents", None, [5]])

@@ -1,17 +1,13 @@
-"""Table of families' conditioning: completeness, arguments, and no mention of a family elsewhere in the runtime."""
+"""Table of families' conditioning: completeness and arguments."""
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.pipelines import refused
 
-import sdonnx.runtime
 from sdonnx.errors import OptionError, PromptError, SdonnxError
 from sdonnx.models.registry import FAMILIES
 from sdonnx.runtime.inputs import ip_adapter_inputs
@@ -20,11 +16,6 @@ from sdonnx.runtime.inputs.conditioning import ArgumentGroup
 from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS
 from sdonnx.runtime.inputs.pipeline_inputs import FAMILY_INPUTS
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-ROOT = Path(sdonnx.runtime.__file__).parent
-OUTSIDE = sorted(path for path in ROOT.rglob("*.py") if "inputs" not in path.relative_to(ROOT).parts)
-
-FAMILY_NAME = re.compile(r"pix-?art|sd_?xl|stable.diffusion|ip.adapter", re.IGNORECASE)
 
 GROUPS = [
     *(group for each in FAMILY_INPUTS.values() for group in each.ARGUMENTS),
@@ -48,29 +39,6 @@ def test_arguments_are_those_of_a_call() -> None:
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     assert common | set(own) == set(parameters) - {"self", "callback_on_step_end", "return_dict"}
-
-
-def names_in(path: Path) -> list[str]:
-    """Return the code of a module that mentions a family: identifiers and strings, but no docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            found.append(node.value)
-        found += [getattr(node, field) for field in ("id", "attr", "name") if isinstance(getattr(node, field, 0), str)]
-    return [each for each in found if FAMILY_NAME.search(each)]
-
-
-@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_families_are_named_only_in_their_modules(path: Path) -> None:
-    allowed = {"set_ip_adapter_scale"} if path.name == "pipeline_base.py" else set()
-    assert set(names_in(path)) <= allowed
 
 
 def test_argument_groups_refuse_values_other_than_the_default() -> None:

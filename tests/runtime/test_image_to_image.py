@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.drawing import MIN_PSNR_DB, generator
+from support.diffusers_pipelines import in_diffusers, task_of
+from support.drawing import MIN_PSNR_DB, USUAL, assert_same_images, generator
 from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
@@ -19,13 +20,8 @@ from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-# diffusers' schedulers convert torch tensors with deprecated functions of numpy.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
-
 HEIGHT, WIDTH = 32, 40
+OWN_SIZE: dict[str, Any] = {"height": ..., "width": ...}  # that of the image
 SCHEDULERS = [
     "PNDMScheduler",
     "DDIMScheduler",
@@ -46,12 +42,6 @@ def mask(size: tuple[int, int] = (WIDTH, HEIGHT)) -> Image.Image:
     return Image.fromarray((np.random.default_rng(1).random((4, 5)) < 0.5).astype(np.uint8) * 255).resize(size)
 
 
-def theirs_for(kind: str, theirs: Any) -> Any:
-    made = getattr(diffusers, kind)(**theirs.components, requires_safety_checker=False)
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
 def give(class_name: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     theirs.scheduler = getattr(diffusers, class_name).from_config(theirs.scheduler.config)
     ours.scheduler = theirs.scheduler  # the object: a plan follows it where there is one
@@ -61,25 +51,18 @@ def give(class_name: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
 @pytest.mark.parametrize("class_name", SCHEDULERS)
 def test_image_to_image(class_name: str, strength: float, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give(class_name, ours, theirs)
-    arguments: dict[str, Any] = {"prompt": "a fox", "image": picture(), "strength": strength, "num_inference_steps": 7}
-    expected = theirs_for("StableDiffusionImg2ImgPipeline", theirs)(
-        **arguments, generator=generator(), output_type="np"
-    )
-    assert psnr(ours(**arguments, seed=0, output_type="np").images, expected.images) > MIN_PSNR_DB
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
+    assert_same_images(ours, pipeline, image=picture(), strength=strength, num_inference_steps=7, **OWN_SIZE)
 
 
 @pytest.mark.parametrize("strength", [0.3, 0.99, 1.0])
 @pytest.mark.parametrize("class_name", SCHEDULERS)
 def test_inpainting_by_blending(class_name: str, strength: float, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give(class_name, ours, theirs)
-    arguments: dict[str, Any] = {"prompt": "a fox", "image": picture(), "mask_image": mask(), "strength": strength}
-    arguments |= {"num_inference_steps": 7, "height": HEIGHT, "width": WIDTH, "output_type": "np"}
-    expected = theirs_for("StableDiffusionInpaintPipeline", theirs)(**arguments, generator=generator())
-    found = ours(**arguments, seed=0).images
-    assert psnr(found, expected.images) > MIN_PSNR_DB
+    pipeline = task_of(theirs, "StableDiffusionInpaintPipeline")
+    assert_same_images(ours, pipeline, image=picture(), mask_image=mask(), strength=strength, num_inference_steps=7)
     # The kept area is unchanged, and a later call without a mask keeps nothing.
-    plain: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 2, "output_type": "np"}
-    assert psnr(ours("fox", **plain, seed=0).images, theirs("fox", **plain, generator=generator()).images) > MIN_PSNR_DB
+    assert_same_images(ours, theirs, num_inference_steps=2)
 
 
 @pytest.mark.parametrize("class_name", ["DDIMScheduler", "DEISMultistepScheduler"])
@@ -89,27 +72,15 @@ def test_inpainting_by_blending(class_name: str, strength: float, ours: OrtDiffu
 def test_guidance_of_images(class_name: str, extra: dict[str, float], ours: OrtDiffusionPipeline, theirs: Any) -> None:
     """Compare rescaled guidance with a prompt only, since diffusers does not support it with an image."""
     give(class_name, ours, theirs)
-    plain: dict[str, Any] = {
-        "prompt": "a fox",
-        "height": HEIGHT,
-        "width": WIDTH,
-        "num_inference_steps": 4,
-        "output_type": "np",
-    } | extra
-    expected = theirs(**plain, generator=generator()).images
-    assert psnr(ours(**plain, seed=0).images, expected) > MIN_PSNR_DB
+    assert_same_images(ours, theirs, **extra)
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["one generator", "a list"])
 def test_several_images(listed: bool, ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give("DDIMScheduler", ours, theirs)
-    pipeline = theirs_for("StableDiffusionImg2ImgPipeline", theirs)
-    arguments: dict[str, Any] = {
-        "prompt": ["a fox", "an owl"],
-        "image": [picture(0), picture(1)],
-        "num_inference_steps": 4,
-    }
-    arguments |= {"strength": 0.6, "eta": 0.4, "output_type": "np"}
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
+    arguments: dict[str, Any] = {"prompt": ["a fox", "an owl"], "image": [picture(0), picture(1)]}
+    arguments |= {"num_inference_steps": 4, "strength": 0.6, "eta": 0.4, "output_type": "np"}
     pair = [[generator(3), generator(4)] if listed else generator(3) for _ in range(2)]
     expected = pipeline(**arguments, generator=pair[0]).images
     assert psnr(ours(**arguments, generator=pair[1]).images, expected) > MIN_PSNR_DB
@@ -118,16 +89,9 @@ def test_several_images(listed: bool, ours: OrtDiffusionPipeline, theirs: Any) -
 @pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning")
 def test_one_image_for_several_prompts(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     give("EulerDiscreteScheduler", ours, theirs)
-    arguments: dict[str, Any] = {
-        "prompt": ["a fox", "an owl"],
-        "num_images_per_prompt": 2,
-        "image": picture(),
-        "num_inference_steps": 3,
-    }
-    expected = theirs_for("StableDiffusionImg2ImgPipeline", theirs)(
-        **arguments, generator=generator(), output_type="np"
-    )
-    assert psnr(ours(**arguments, seed=0, output_type="np").images, expected.images) > MIN_PSNR_DB
+    pipeline = task_of(theirs, "StableDiffusionImg2ImgPipeline")
+    several: dict[str, Any] = {"prompt": ["a fox", "an owl"], "num_images_per_prompt": 2}
+    assert_same_images(ours, pipeline, **several, image=picture(), num_inference_steps=3, **OWN_SIZE)
 
 
 def test_arrays_and_tensors(ours: OrtDiffusionPipeline) -> None:
@@ -156,14 +120,12 @@ def inpainting(pipelines: PipelineCache, micro: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("strength", [0.6, 1.0])
 def test_denoiser_trained_to_inpaint(strength: float, inpainting: tuple[Path, Path]) -> None:
     source, folder = inpainting
-    pipeline: Any = diffusers.StableDiffusionInpaintPipeline.from_pretrained(source)
-    pipeline.set_progress_bar_config(disable=True)
-    arguments: dict[str, Any] = {"prompt": "a fox", "image": picture(), "mask_image": mask(), "strength": strength}
-    arguments |= {"num_inference_steps": 4, "height": HEIGHT, "width": WIDTH, "output_type": "np"}
-    expected = pipeline(**arguments, generator=generator()).images
+    pipeline = in_diffusers(source, "StableDiffusionInpaintPipeline")
+    arguments: dict[str, Any] = {"image": picture(), "mask_image": mask(), "strength": strength}
     with OrtDiffusionPipeline.from_pretrained(folder) as ours:
-        assert psnr(ours(**arguments, seed=0).images, expected) > MIN_PSNR_DB
-        assert psnr(ours(**arguments, seed=0, guidance_rescale=1e-9).images, expected) > MIN_PSNR_DB
+        expected = assert_same_images(ours, pipeline, **arguments)
+        rescaled = ours(**USUAL, **arguments, seed=0, guidance_rescale=1e-9).images
+        assert psnr(rescaled, expected) > MIN_PSNR_DB
         with refused(OptionError, "trained to inpaint", "image and mask_image"):
             ours("a fox")
 

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from support.drawing import MIN_PSNR_DB, generator, switch
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
-
-pytestmark = TENSOR_TO_ARRAY
 
 PROMPTS = ("a red fox in the snow", "an owl at night", "a boat")
 SCALES = (3.0, 7.5, 12.0)

@@ -16,22 +16,7 @@ from sdonnx.runtime.sampling.noise import TorchCpuGenerator, fresh_seed
 
 TOLERANCE = 1e-6
 
-SEEDS = (
-    0,
-    1,
-    42,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**32 + 5,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-    -1,
-    -7,
-    -(2**31),
-    -(2**63),
-)
+SEEDS = (0, 1, 42, 2**31 - 1, 2**31, 2**32 - 1, 2**32 + 5, 2**63 - 1, 2**63, 2**64 - 1, -1, -7, -(2**31), -(2**63))
 
 
 def assert_same_draws(seed: int, shapes: list[tuple[int, ...]]) -> None:

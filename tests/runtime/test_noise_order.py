@@ -14,18 +14,15 @@ import pytest
 import torch
 from PIL import Image
 from support.control_networks import picture
+from support.diffusers_pipelines import in_diffusers, task_of
 from support.drawing import MIN_PSNR_DB, generator
 from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    TENSOR_TO_ARRAY,
-    pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:You have passed 4 text prompts:FutureWarning")
 
 SIZE = (32, 32)
 PROMPTS = ["a fox", "an owl"]
@@ -39,8 +36,7 @@ TEXT, IMAGE, INPAINT = "", "Img2Img", "Inpaint"
 def pairs(micro_torch: Any, loaded: Any, pipelines: PipelineCache, micro: Path) -> Iterator[dict[bool, Any]]:
     """Return the pipelines of this project and of diffusers, by whether the UNet was trained to inpaint."""
     source = inpainting_pipeline(pipelines, micro)
-    kind: Any = diffusers.StableDiffusionInpaintPipeline
-    trained = kind.from_pretrained(source)
+    trained = in_diffusers(source, "StableDiffusionInpaintPipeline")
     with OrtDiffusionPipeline.from_pretrained(
         pipelines.optimized(pipelines.exported(source), provider="cpu")
     ) as pipeline:
@@ -104,8 +100,7 @@ def same_draws(name: str, listed: bool, scheduler: str, pairs: dict[bool, Any]) 
     given: dict[str, Any] = {"prompt": PROMPTS, "num_images_per_prompt": 2, "num_inference_steps": 2, "eta": 0.5}
     given |= {"guidance_scale": 1.0} | arguments
     ours, base = pairs[given.pop("trained", False)]
-    theirs = getattr(diffusers, f"StableDiffusion{suffix}Pipeline")(**base.components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
+    theirs = task_of(base, f"StableDiffusion{suffix}Pipeline")
     ours.scheduler, theirs.scheduler = (
         getattr(diffusers, scheduler).from_config(base.scheduler.config) for _ in range(2)
     )

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 import pytest
 import torch
-from support.drawing import MIN_PSNR_DB, assert_same_images, generator, switch
+from support.drawing import MIN_PSNR_DB, USUAL, assert_same_images, generator, switch
 from support.pipelines import copied, edit_json, linked, refused, replaced
 from transformers import CLIPTokenizer
 
@@ -25,9 +22,6 @@ from sdonnx.runtime.pipeline import NotFiniteWarning, OrtDiffusionPipeline
 from sdonnx.runtime.sampling.noise import TorchCpuGenerator
 
 Array = npt.NDArray[Any]
-
-# diffusers' schedulers convert torch tensors with deprecated functions of numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:diffusers")
 
 
 @pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
@@ -117,13 +111,7 @@ def test_generator_or_list_of_generators(
 def test_latents_of_the_caller(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     switch(ours, theirs, "EulerDiscreteScheduler")  # it scales them by its first sigma
     noise = torch.randn((2, 4, 4, 5), generator=generator(3))
-    arguments: dict[str, Any] = {
-        "prompt": ["fox", "owl"],
-        "num_inference_steps": 4,
-        "height": 32,
-        "width": 40,
-        "output_type": "np",
-    }
+    arguments = USUAL | {"prompt": ["fox", "owl"]}
     expected = theirs(**arguments, latents=noise.clone()).images
     for given in (noise.numpy().copy(), noise.numpy().astype(np.float64), noise.clone()):
         output = ours(**arguments, latents=given)
@@ -190,13 +178,7 @@ def test_callback_gets_each_call_and_may_change_latents(
 
         return callback
 
-    arguments: dict[str, Any] = {
-        "prompt": "fox",
-        "num_inference_steps": 5,
-        "height": 32,
-        "width": 40,
-        "output_type": "latent",
-    }
+    arguments = USUAL | {"num_inference_steps": 5, "output_type": "latent"}
     expected = theirs(**arguments, generator=generator(), callback_on_step_end=note("theirs")).images
     found = ours(**arguments, seed=0, callback_on_step_end=note("ours")).images
     assert len(told["ours"]) == 5 + (class_name == "PNDMScheduler")  # its second step takes two calls
@@ -222,13 +204,7 @@ def test_callback_may_interrupt(ours: OrtDiffusionPipeline, theirs: Any) -> None
         if step == 2:
             pipeline.interrupt()
 
-    arguments: dict[str, Any] = {
-        "prompt": "fox",
-        "num_inference_steps": 5,
-        "height": 32,
-        "width": 40,
-        "output_type": "np",
-    }
+    arguments = USUAL | {"num_inference_steps": 5}
     expected = theirs(**arguments, generator=generator(), callback_on_step_end=stop).images
     calls.clear()
     for callback in (stop, stop_by_method):
@@ -276,15 +252,7 @@ def test_warmup_does_not_change_images(micro_cpu: Path, ours: OrtDiffusionPipeli
     warm.warmup([(1, 32, 40), (2, 32, 40)])
     with refused(OptionError, "width", "multiple of 8"):
         warm.warmup([(1, 32, 39)])
-    arguments: dict[str, Any] = {
-        "prompt": "fox",
-        "num_inference_steps": 2,
-        "height": 32,
-        "width": 40,
-        "seed": 1,
-        "output_type": "np",
-    }
-    np.testing.assert_array_equal(warm(**arguments).images, ours(**arguments).images)
+    np.testing.assert_array_equal(warm(**USUAL, seed=1).images, ours(**USUAL, seed=1).images)
 
 
 def test_a_tag_of_a_lora_is_warned_of(ours: OrtDiffusionPipeline) -> None:
@@ -423,48 +391,15 @@ def test_providers(micro_cpu: Path, micro_exported: Path, tmp_path: Path, monkey
         load(micro_cpu)
 
 
-def test_diffusers_opens_the_folder(micro_cpu: Path, ours: OrtDiffusionPipeline) -> None:
-    """Its deprecated ONNX pipeline generates the same image with the folder's components, by their names and types."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        components = {
-            name: diffusers.OnnxRuntimeModel.from_pretrained(
-                micro_cpu / name, provider="CPUExecutionProvider", provider_options=None
-            )
-            for name in ("text_encoder", "unet", "vae_encoder", "vae_decoder")
-        }
-        scheduler = diffusers.DDIMScheduler.from_pretrained(micro_cpu / "scheduler")
-        pipeline: Any = diffusers.OnnxStableDiffusionPipeline(
-            **components,
-            tokenizer=CLIPTokenizer.from_pretrained(micro_cpu / "tokenizer"),
-            scheduler=scheduler,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-    pipeline.set_progress_bar_config(disable=True)
-    latents = torch.randn((1, 4, 4, 5), generator=generator()).numpy()
-    arguments: dict[str, Any] = {
-        "height": 32,
-        "width": 40,
-        "num_inference_steps": 3,
-        "latents": latents,
-        "output_type": "np",
-    }
-    expected = pipeline("a red fox", **arguments).images
-    ours.scheduler = "ddim"
-    assert psnr(ours("a red fox", **arguments).images, expected) > MIN_PSNR_DB
-
-
-def test_report_names_the_provider(micro_cpu: Path) -> None:
-    assert json.loads((micro_cpu / "sdonnx.json").read_text())["provider"] == "cpu"
+def with_nan(micro_cpu: Path, folder: Path) -> Path:
+    """Return a copy of the folder with a decoder of NaNs."""
+    data = copied(micro_cpu, folder) / "vae_decoder" / "model.onnx.data"
+    data.write_bytes(np.full(data.stat().st_size // 4, np.nan, np.float32).tobytes())
+    return folder
 
 
 def test_warns_about_images_that_are_not_finite(micro_cpu: Path, tmp_path: Path) -> None:
-    folder = copied(micro_cpu, tmp_path / "fast")
-    data = folder / "vae_decoder" / "model.onnx.data"
-    data.write_bytes(np.full(data.stat().st_size // 4, np.nan, np.float32).tobytes())
-    with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
+    with OrtDiffusionPipeline.from_pretrained(with_nan(micro_cpu, tmp_path / "fast")) as pipeline:
         for output_type in ("pil", "np", "ort"):
             with pytest.warns(NotFiniteWarning, match="2 of 2 images contain NaN or infinity"):
                 pipeline("a fox", 64, 64, 1, num_images_per_prompt=2, output_type=output_type)
@@ -479,10 +414,8 @@ def test_remedy_for_images_that_are_not_finite_depends_on_the_precision(
     with pytest.warns(NotFiniteWarning, match=r"use a smaller guidance_scale, and check the latents") as caught:
         ours("a fox", 32, 40, 1, guidance_scale=1e30)
     assert "--force_fp32_ops" not in str(caught[0].message)
-    folder = copied(micro_cpu, tmp_path / "fast")
+    folder = with_nan(micro_cpu, tmp_path / "fast")
     edit_json(folder / "sdonnx.json", precision="float16")
-    data = folder / "vae_decoder" / "model.onnx.data"
-    data.write_bytes(np.full(data.stat().st_size // 4, np.nan, np.float32).tobytes())
     remedy = "optimize the exported pipeline again with --force_fp32_ops auto"
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline, pytest.warns(NotFiniteWarning, match=remedy):
         pipeline("a fox", 64, 64, 1)

@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.drawing import MIN_PSNR_DB, generator
+from support.drawing import MIN_PSNR_DB, assert_same_images
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import DeviceMemoryError, OptionError, PromptError
 from sdonnx.metrics import psnr, relative_error
-from sdonnx.runtime.inputs.text_encoding import PromptHalf
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 USUAL: dict[str, Any] = {"height": 32, "width": 40, "num_inference_steps": 2, "output_type": "np"}
 
@@ -29,47 +25,28 @@ def given(micro_torch: Any) -> dict[str, Any]:
     return {"prompt_embeds": own, "negative_prompt_embeds": negative}
 
 
-def first(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: given[name][:1] for name in names}
+# The first, both, or 20 tokens of the first embeddings.
+FIRST, BOTH, SHORT = np.s_[:1], np.s_[:], np.s_[:1, :20]
 
 
 @pytest.mark.parametrize(
-    ("texts", "embeddings"),
+    ("texts", "name", "part"),
     [
-        ({"prompt": "a red fox"}, ["negative_prompt_embeds"]),
-        ({"negative_prompt": "blurry"}, ["prompt_embeds"]),
-        ({}, ["prompt_embeds"]),
-        ({"prompt": "a red fox", "num_images_per_prompt": 2}, ["negative_prompt_embeds"]),
-        ({"negative_prompt": "blurry", "num_images_per_prompt": 2}, ["prompt_embeds"]),
-        ({"negative_prompt": "blurry", "guidance_scale": 1.0}, ["prompt_embeds"]),
-        ({"prompt": "a red fox", "guidance_scale": 1.0}, ["negative_prompt_embeds"]),
+        ({"prompt": "a red fox"}, "negative_prompt_embeds", FIRST),
+        ({"negative_prompt": "blurry"}, "prompt_embeds", FIRST),
+        ({}, "prompt_embeds", FIRST),
+        ({"prompt": "a red fox", "num_images_per_prompt": 2}, "negative_prompt_embeds", FIRST),
+        ({"negative_prompt": "blurry", "num_images_per_prompt": 2}, "prompt_embeds", FIRST),
+        ({"negative_prompt": "blurry", "guidance_scale": 1.0}, "prompt_embeds", FIRST),
+        ({"prompt": "a red fox", "guidance_scale": 1.0}, "negative_prompt_embeds", FIRST),
+        ({"prompt": ["a red fox", "an owl"], "num_images_per_prompt": 2}, "negative_prompt_embeds", BOTH),
+        ({"negative_prompt": "blurry"}, "prompt_embeds", SHORT),
     ],
 )
 def test_images_agree(
-    texts: dict[str, Any], embeddings: list[str], given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
+    texts: dict[str, Any], name: str, part: Any, given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
 ) -> None:
-    arguments = {**USUAL, **texts, **first(given, *embeddings)}
-    expected = theirs(**arguments, generator=generator()).images
-    assert psnr(ours(**arguments, seed=0).images, expected) > MIN_PSNR_DB
-
-
-def test_lists_agree(given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    arguments = {
-        **USUAL,
-        "prompt": ["a red fox", "an owl"],
-        "negative_prompt_embeds": given["negative_prompt_embeds"],
-        "num_images_per_prompt": 2,
-    }
-    expected = theirs(**arguments, generator=generator()).images
-    assert psnr(ours(**arguments, seed=0).images, expected) > MIN_PSNR_DB
-
-
-def test_negative_texts_have_the_length_of_the_embeddings(
-    given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
-) -> None:
-    arguments = {**USUAL, "prompt_embeds": given["prompt_embeds"][:1, :20], "negative_prompt": "blurry"}
-    expected = theirs(**arguments, generator=generator()).images
-    assert psnr(ours(**arguments, seed=0).images, expected) > MIN_PSNR_DB
+    assert_same_images(ours, theirs, **{"prompt": ..., **texts, name: given[name][part]})
 
 
 def test_layers_are_skipped_for_the_prompt_only(given: dict[str, Any], ours: OrtDiffusionPipeline) -> None:
@@ -91,17 +68,17 @@ def test_weights_next_to_embeddings(given: dict[str, Any], ours: OrtDiffusionPip
 
 
 @pytest.mark.parametrize(
-    ("texts", "embeddings"),
+    ("texts", "name"),
     [
-        ({"prompt": "a red fox"}, ["negative_prompt_embeds"]),
-        ({"prompt": None, "negative_prompt": "blurry"}, ["prompt_embeds"]),
-        ({"prompt": None}, ["prompt_embeds"]),
+        ({"prompt": "a red fox"}, "negative_prompt_embeds"),
+        ({"prompt": None, "negative_prompt": "blurry"}, "prompt_embeds"),
+        ({"prompt": None}, "prompt_embeds"),
     ],
 )
 def test_missing_embeddings_are_encoded(
-    texts: dict[str, Any], embeddings: list[str], given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
+    texts: dict[str, Any], name: str, given: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
 ) -> None:
-    arguments = {"num_images_per_prompt": 2, "do_classifier_free_guidance": True, **texts, **first(given, *embeddings)}
+    arguments = {"num_images_per_prompt": 2, "do_classifier_free_guidance": True, **texts, name: given[name][FIRST]}
     with torch.inference_mode():
         expected = theirs.encode_prompt(device="cpu", **arguments)
     for array, tensor in zip(ours.encode_prompt(**arguments), expected, strict=True):
@@ -139,11 +116,6 @@ def test_unusable_halves_are_refused(
     }
     with refused(error, *words):
         ours(**made, **USUAL)
-
-
-def test_halves_say_their_size() -> None:
-    half = PromptHalf("prompt_embeds", given={"encoder_hidden_states": np.zeros((2, 7, 4))})
-    assert str(half) == "2 of prompt_embeds of 7 tokens"
 
 
 def test_limits_of_encode_prompt(micro_cpu: Any, ours: OrtDiffusionPipeline) -> None:

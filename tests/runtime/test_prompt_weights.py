@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compel import CompelForSD
+from support.drawing import MIN_PSNR_DB, assert_same_images, generator
 from support.pipelines import refused
 
 from sdonnx.errors import PromptError
@@ -120,9 +122,9 @@ def test_image_agrees(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     own = reference(theirs, [parts])
     negative = reference(theirs, [[("grey", 0.6), (" fog", 1)]])
     given = {"prompt_embeds": own, "negative_prompt_embeds": negative}
-    expected = theirs(**given, **SIZE, generator=torch.Generator().manual_seed(0)).images
+    expected = theirs(**given, **SIZE, generator=generator()).images
     texts: dict[str, Any] = {"negative_prompt": "(grey:0.6) fog", "prompt_weighting": "a1111"}
-    assert psnr(ours(prompt, **texts, **SIZE, seed=0).images, expected) > 90
+    assert psnr(ours(prompt, **texts, **SIZE, seed=0).images, expected) > MIN_PSNR_DB
     assert psnr(ours(prompt, negative_prompt="(grey:0.6) fog", **SIZE, seed=0).images, expected) < 60
     found = ours.encode_prompt(prompt, **texts)
     np.testing.assert_allclose(np.stack(found), torch.stack((own, negative)).numpy(), atol=1e-4)  # type: ignore[arg-type]
@@ -133,11 +135,11 @@ def test_long_prompts_agree(ours: OrtDiffusionPipeline, theirs: Any) -> None:
     own = reference(theirs, [[("a red fox", 1)], [("an ", 1), ("owl", 1.5)]])
     negative = reference(theirs, [[("grey", 1)], []])
     given = {"prompt_embeds": own, "negative_prompt_embeds": negative}
-    expected = theirs(**given, **SIZE, generator=torch.Generator().manual_seed(0)).images
+    expected = theirs(**given, **SIZE, generator=generator()).images
     found = ours(
         "a red fox BREAK an (owl:1.5)", negative_prompt="grey", prompt_weighting="a1111", **SIZE, seed=0
     ).images
-    assert psnr(found, expected) > 90
+    assert psnr(found, expected) > MIN_PSNR_DB
 
 
 def test_shapes_of_long_prompts_are_captured(micro_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def test_prompts_without_weights_are_unchanged(ours: OrtDiffusionPipeline) -> No
     arguments: dict[str, Any] = {"prompt": ["a red fox", "an owl"], "num_images_per_prompt": 2, **SIZE, "seed": 0}
     expected = ours(**arguments, clip_skip=1).images
     found = ours(**arguments, clip_skip=1, prompt_weighting="a1111").images
-    assert psnr(found, expected) > 90
+    assert psnr(found, expected) > MIN_PSNR_DB
 
 
 def test_unknown_notation_is_refused(ours: OrtDiffusionPipeline) -> None:
@@ -171,3 +173,15 @@ def test_unknown_notation_is_refused(ours: OrtDiffusionPipeline) -> None:
     embeds, _ = ours.encode_prompt("a fox", do_classifier_free_guidance=False)
     with refused(PromptError, "prompt_weighting given"):
         ours(prompt_embeds=embeds, guidance_scale=1.0, prompt_weighting="a1111", **SIZE)
+
+
+@pytest.mark.parametrize("prompt", ["a cat playing with a ball++ in the forest", "a (red fox)1.4 in deep-- snow"])
+def test_the_image_of_compel_agrees(prompt: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
+    """compel runs the text encoder of diffusers' pipeline, as in docs/how-to/prompt-weights.md."""
+    with torch.inference_mode():
+        embeds = CompelForSD(theirs)(prompt).embeds
+    _, negative = ours.encode_prompt("", negative_prompt="blurry")
+    given = {"prompt_embeds": embeds, "negative_prompt_embeds": torch.from_numpy(np.asarray(negative))}
+    found = assert_same_images(ours, theirs, **SIZE, prompt=..., **given)
+    plain = prompt.translate({ord(sign): None for sign in "()+-."}).replace("14", "")
+    assert psnr(found, ours(plain, negative_prompt="blurry", **SIZE, seed=0).images) < 60

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import diffusers
 import numpy as np
 import pytest
 import torch
-from support.drawing import MIN_PSNR_DB, generator, switch
+from support.diffusers_pipelines import task_of
+from support.drawing import MIN_PSNR_DB, USUAL, generator, switch
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
@@ -22,15 +21,6 @@ from sdonnx.runtime.cuda_graph_cache import CapturedShape
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = TENSOR_TO_ARRAY
-
-USUAL: dict[str, Any] = {
-    "prompt": "a red fox in the snow",
-    "height": 32,
-    "width": 40,
-    "num_inference_steps": 4,
-    "output_type": "np",
-}
 Callback = Callable[..., dict[str, Any]]
 Change = Callable[[Any, Any], Any]
 
@@ -77,17 +67,12 @@ def assert_same(ours: OrtDiffusionPipeline, theirs: Any, callback: Callback, **a
     assert psnr(found, ours(**arguments, seed=0).images) < 80
 
 
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "PNDMScheduler": {},
-    "EulerDiscreteScheduler": {},
-    "HeunDiscreteScheduler": {},
-    "LMSDiscreteScheduler": {},  # steps on the host
-}
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+# The last of them steps on the host.
+@pytest.mark.parametrize(
+    "scheduler", ["PNDMScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler", "LMSDiscreteScheduler"]
+)
 def test_guidance_is_turned_off(scheduler: str, ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    switch(ours, theirs, scheduler, **SCHEDULERS[scheduler])
+    switch(ours, theirs, scheduler)
     assert_same(ours, theirs, changing(off))
 
 
@@ -108,13 +93,9 @@ def test_tensors_of_torch_and_other_lengths(owl: Any, ours: OrtDiffusionPipeline
     assert_same(ours, theirs, changing(lambda *_: torch.cat([owl, owl], 1).repeat(2, 1, 1)))
 
 
-def test_rescaled_guidance_is_turned_off(ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    assert_same(ours, theirs, changing(off), guidance_rescale=0.7)
-
-
-def test_guidance_scale_changes(ours: OrtDiffusionPipeline, theirs: Any) -> None:
-    for arguments in ({}, {"guidance_rescale": 0.7}):
-        assert_same(ours, theirs, changing(weaker), **arguments)
+def test_guidance_changes_with_rescaling(ours: OrtDiffusionPipeline, theirs: Any) -> None:
+    for change, rescale in ((weaker, 0.0), (weaker, 0.7), (off, 0.7)):
+        assert_same(ours, theirs, changing(change), guidance_rescale=rescale)
 
 
 def test_guidance_is_turned_on(owl: Any, ours: OrtDiffusionPipeline, theirs: Any) -> None:
@@ -127,8 +108,7 @@ def test_guidance_is_turned_on(owl: Any, ours: OrtDiffusionPipeline, theirs: Any
 
 def test_several_images_and_a_mask(ours: OrtDiffusionPipeline, micro_torch: Any) -> None:
     """The kept area, its noise and the order of images survive the change."""
-    inpaint: Any = diffusers.StableDiffusionInpaintPipeline(**micro_torch.components, requires_safety_checker=False)
-    inpaint.set_progress_bar_config(disable=True)
+    inpaint = task_of(micro_torch, "StableDiffusionInpaintPipeline")
     image = np.random.default_rng(0).random((32, 40, 3)).astype(np.float32)
     mask = np.zeros((32, 40), np.float32)
     mask[:, 20:] = 1
@@ -276,6 +256,6 @@ def test_callback_without_tensors_replaces_latents(ours: OrtDiffusionPipeline) -
     found = [
         ours(**USUAL, seed=seed, callback_on_step_end=replace, callback_on_step_end_tensor_inputs=names).images
         for seed in (0, 1)
-        for names in ([], ["latents"])
+        for names in ((), ("latents",))
     ]
     assert all(np.array_equal(each, found[0]) for each in found)

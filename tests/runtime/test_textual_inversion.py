@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from diffusers.loaders.textual_inversion import TextualInversionLoaderMixin
+from support.diffusers_pipelines import in_diffusers
+from support.drawing import generator
 from support.inversions import with_inversions
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
@@ -45,14 +46,10 @@ def inverted(pipelines: PipelineCache) -> Path:
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_image_agrees(negative: bool, inverted: Path, pipelines: PipelineCache) -> None:
-    import diffusers
-
     prompts: dict[str, Any] = {"prompt": "a <cat-toy> in snow with <one>"}
     if negative:
         prompts = {"prompt": "a fox", "negative_prompt": "a <cat-toy>"}
-    theirs: Any = diffusers.StableDiffusionPipeline.from_pretrained(inverted)
-    theirs.set_progress_bar_config(disable=True)
-    expected = theirs(**prompts, generator=torch.Generator().manual_seed(0), **SIZE).images
+    expected = in_diffusers(inverted)(**prompts, generator=generator(), **SIZE).images
     folder = pipelines.optimized(pipelines.exported(inverted), provider="cpu")
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
         found = pipeline(**prompts, seed=0, **SIZE).images

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,8 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.diffusers_pipelines import in_diffusers
+from support.pipelines import largest_file
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.sample.architecture import WORDS, T5TokenizerSpec, TokenizerSpec
@@ -55,21 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipeline(tiny: Path) -> Any:
-    pipeline_class: Any = diffusers.StableDiffusionPipeline
-    pipeline = pipeline_class.from_pretrained(tiny)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-@contextlib.contextmanager
-def largest_file(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, like a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return in_diffusers(tiny)
 
 
 def test_diffusers_generates_an_image(pipeline: Any) -> None:

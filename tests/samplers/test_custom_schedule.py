@@ -14,7 +14,6 @@ from support.trajectories import (
     SD15,
     SDXL,
     SHORT_NAMES,
-    TENSOR_TO_ARRAY,
     TOLERANCE,
     Config,
     assert_same_timesteps,
@@ -25,8 +24,6 @@ from support.trajectories import (
 
 from sdonnx.errors import OptionError
 from sdonnx.samplers import SAMPLERS, CustomSchedule, config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # Align Your Steps (arXiv:2404.14507), as published for Stable Diffusion 1.5 and XL.
 TIMESTEPS = [999, 850, 736, 645, 545, 455, 343, 233, 124, 24]

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 from support.trajectories import (
     SD15,
     SDXL,
-    TENSOR_TO_ARRAY,
     TOLERANCE,
     Config,
     assert_same_timesteps,
@@ -20,8 +18,6 @@ from support.trajectories import (
 )
 
 from sdonnx.samplers import CustomSchedule, config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # scheduler_config.json of the folders of SDXL-Turbo and SD-Turbo.
 XL_TURBO: Config = {**SDXL, "_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"}
@@ -89,9 +85,3 @@ def test_recipe(name: str) -> None:
     expected, found = their_trajectory(scheduler, eta=recipe.eta), our_trajectory(made)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
     assert max(errors) < TOLERANCE
-
-
-def test_a_step_count_is_not_the_schedule_of_dmd2() -> None:
-    """LCM's own timesteps are others, so the recipe needs `timesteps`."""
-    made = plan(config_for("lcm", SDXL), 4)
-    assert not np.array_equal(made.timesteps, [999, 749, 499, 249])

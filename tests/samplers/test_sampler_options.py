@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from support.trajectories import (
     SD15,
     SHORT_NAMES,
     STEP_COUNTS,
-    TENSOR_TO_ARRAY,
     Config,
     assert_same,
     denoise,
@@ -20,8 +21,6 @@ from support.trajectories import (
 )
 
 from sdonnx.samplers import config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # The options of published folders of flow-matching models.
 FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
@@ -86,19 +85,6 @@ def test_dpm_solver_orders(
     assert_same(config_for("dpmsolver++", {**SD15, **changes}))
 
 
-@pytest.mark.parametrize("solver_order", [1, 2, 3])
-@pytest.mark.parametrize("algorithm_type", ["dpmsolver++", "sde-dpmsolver++"])
-def test_dpm_solver_with_hundred_steps(algorithm_type: str, solver_order: int) -> None:
-    changes = {"algorithm_type": algorithm_type, "solver_order": solver_order, "use_karras_sigmas": True}
-    assert_same(config_for("dpmsolver++", {**SD15, **changes}), (16, 100))
-
-
-@pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])
-def test_dpm_solver_clips_the_noisiest_timesteps(spacing: str) -> None:
-    changes = {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1, "timestep_spacing": spacing}
-    assert_same(config_for("dpmsolver++", {**SD15, **changes}))
-
-
 @pytest.mark.parametrize("predict_x0", [True, False])
 @pytest.mark.parametrize("lower_order_final", [True, False])
 @pytest.mark.parametrize("solver_type", ["bh1", "bh2", "midpoint"])
@@ -112,25 +98,6 @@ def test_unipc_orders(solver_order: int, solver_type: str, lower_order_final: bo
         "final_sigmas_type": "sigma_min",
     }
     assert_same(config_for("unipc", {**SD15, **changes}))
-
-
-@pytest.mark.parametrize("solver_type", ["bh1", "bh2"])
-@pytest.mark.parametrize("solver_order", [1, 2, 3])
-def test_unipc_with_hundred_steps(solver_order: int, solver_type: str) -> None:
-    changes = {"solver_order": solver_order, "solver_type": solver_type, "final_sigmas_type": "sigma_min"}
-    assert_same(config_for("unipc", {**SD15, **changes}), (100,))
-
-
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_unipc_with_predicted_noise(prediction_type: str) -> None:
-    changes = {"predict_x0": False, "final_sigmas_type": "sigma_min", "prediction_type": prediction_type}
-    assert_same(config_for("unipc", {**SD15, **changes}))
-
-
-@pytest.mark.parametrize("disabled", [[0], [0, 1, 2], [3, 8], list(range(50))])
-@pytest.mark.parametrize("solver_order", [2, 3])
-def test_unipc_without_some_corrections(solver_order: int, disabled: list[int]) -> None:
-    assert_same(config_for("unipc", {**SD15, "disable_corrector": disabled, "solver_order": solver_order}))
 
 
 @pytest.mark.parametrize("solver_order", [1, 2, 3])
@@ -164,39 +131,10 @@ def test_flow_sigmas(name: str, prediction_type: str, flow_shift: float, final_s
     assert_same(config_for(name, {**SD15, **FLOW, **changes}))
 
 
-@pytest.mark.parametrize("name", ["dpmsolver++", "unipc"])
-@pytest.mark.parametrize("solver_order", [1, 2, 3])
-def test_flow_sigmas_and_orders(name: str, solver_order: int) -> None:
-    assert_same(config_for(name, {**SD15, **FLOW, "solver_order": solver_order}), (*range(1, 26), 100))
-
-
-@pytest.mark.parametrize("name", ["dpmsolver++", "unipc"])
-def test_flow_prediction_without_flow_sigmas(name: str) -> None:
-    assert_same(config_for(name, {**SD15, "prediction_type": "flow_prediction"}))
-
-
-def test_flow_sigmas_after_karras() -> None:
-    assert_same(config_for("unipc", {**SD15, **FLOW, "use_karras_sigmas": True}))
-
-
-def test_unipc_shift_terminal() -> None:
-    assert_same(config_for("unipc", {**SD15, **FLOW, "shift_terminal": 0.1}), STEP_COUNTS[1:])
-
-
 @pytest.mark.parametrize("mu", [-0.4, 0.5, 1.15])
 @pytest.mark.parametrize("name", ["dpmsolver++", "unipc", "flow_euler"])
 def test_dynamic_shifting(name: str, mu: float) -> None:
     assert_same(config_for(name, {**SD15, **FLOW, "use_dynamic_shifting": True}), (*STEP_COUNTS, 100), mu=mu)
-
-
-@pytest.mark.parametrize("name", ["unipc", "flow_euler"])
-def test_linear_dynamic_shifting(name: str) -> None:
-    changes = {"use_dynamic_shifting": True, "time_shift_type": "linear"}
-    assert_same(config_for(name, {**SD15, **FLOW, **changes}), mu=0.8)
-
-
-def test_dpm_solver_uses_flow_shift_without_mu() -> None:
-    assert_same(config_for("dpmsolver++", {**SD15, **FLOW, "use_dynamic_shifting": True}))
 
 
 @pytest.mark.parametrize("stochastic_sampling", [False, True])
@@ -214,11 +152,6 @@ def test_dpm_solver_uses_flow_shift_without_mu() -> None:
 def test_flow_euler(changes: Config, stochastic_sampling: bool) -> None:
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", **changes, "stochastic_sampling": stochastic_sampling}
     assert_same(config, (*STEP_COUNTS, 100))
-
-
-def test_flow_euler_shift_terminal() -> None:
-    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.0, "shift_terminal": 0.1}
-    assert_same(config, STEP_COUNTS[1:])
 
 
 DISTILLATIONS: list[Config] = [
@@ -245,12 +178,61 @@ def test_tcd(changes: Config, prediction_type: str, eta: float) -> None:
         assert_same(config, (4, 8, 20), eta=eta, strength=strength, from_image=True)
 
 
-@pytest.mark.parametrize("changes", [{"clip_sample": True}, {"thresholding": True}, {"set_alpha_to_one": False}])
-def test_options_that_tcd_does_not_read(changes: Config) -> None:
-    assert_same(config_for("tcd", {**SD15, **changes}), (4,), eta=0.3)
-
-
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_options_of_other_schedulers_are_ignored(name: str) -> None:
     others = {"clip_sample_range": 2.0, "dynamic_thresholding_ratio": 0.1, "base_shift": 3.0, "euler_at_final": False}
     assert_same(config_for(name, {**SD15, **others}), (5,))
+
+
+ORDERS = (1, 2, 3)
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+LATE = {"final_sigmas_type": "sigma_min"}
+SHIFTED = {**FLOW, "use_dynamic_shifting": True}
+# The sampler, the options, the numbers of steps if they are not the usual ones, and arguments of the plan.
+CASES: list[tuple[str, Config, Any, dict[str, Any]]] = [
+    *(
+        ("dpmsolver++", {"algorithm_type": kind, "solver_order": order, "use_karras_sigmas": True}, (16, 100), {})
+        for kind in ("dpmsolver++", "sde-dpmsolver++")
+        for order in ORDERS
+    ),
+    *(
+        ("dpmsolver++", {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1, "timestep_spacing": each},
+         STEP_COUNTS, {})
+        for each in ("leading", "linspace", "trailing")
+    ),
+    *(
+        ("unipc", {"solver_order": order, "solver_type": kind, **LATE}, (100,), {})
+        for order in ORDERS
+        for kind in ("bh1", "bh2")
+    ),
+    *(("unipc", {"predict_x0": False, "prediction_type": each, **LATE}, STEP_COUNTS, {}) for each in PREDICTIONS),
+    *(
+        ("unipc", {"disable_corrector": disabled, "solver_order": order}, STEP_COUNTS, {})
+        for disabled in ([0], [0, 1, 2], [3, 8], list(range(50)))
+        for order in (2, 3)
+    ),
+    *(
+        (name, {**FLOW, "solver_order": order}, (*range(1, 26), 100), {})
+        for name in ("dpmsolver++", "unipc")
+        for order in ORDERS
+    ),
+    *((name, {"prediction_type": "flow_prediction"}, STEP_COUNTS, {}) for name in ("dpmsolver++", "unipc")),
+    ("unipc", {**FLOW, "use_karras_sigmas": True}, STEP_COUNTS, {}),
+    ("unipc", {**FLOW, "shift_terminal": 0.1}, STEP_COUNTS[1:], {}),
+    *((name, {**SHIFTED, "time_shift_type": "linear"}, STEP_COUNTS, {"mu": 0.8}) for name in ("unipc", "flow_euler")),
+    ("dpmsolver++", SHIFTED, STEP_COUNTS, {}),  # flow_shift, without mu
+    *(
+        ("tcd", changes, (4,), {"eta": 0.3})  # it does not read them
+        for changes in ({"clip_sample": True}, {"thresholding": True}, {"set_alpha_to_one": False})
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "counts", "given"), CASES)
+def test_further_options(name: str, changes: Config, counts: Any, given: dict[str, Any]) -> None:
+    assert_same(config_for(name, {**SD15, **changes}), counts, **given)
+
+
+def test_flow_euler_shift_terminal() -> None:
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.0, "shift_terminal": 0.1}
+    assert_same(config, STEP_COUNTS[1:])

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trajectories import SD15, SHORT_NAMES, TENSOR_TO_ARRAY, Config, assert_same, scheduler_of
+from support.trajectories import SD15, SHORT_NAMES, Config, assert_same, scheduler_of
 
 from sdonnx.samplers import SAMPLERS, STATE_ROWS, SamplingPlan, config_for, guided_matrices, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 
 def test_short_names_are_unique() -> None:

@@ -6,12 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from support.trajectories import SD15, TENSOR_TO_ARRAY, Config, scheduler_of, their_trajectory
+from support.trajectories import SD15, Config, scheduler_of, their_trajectory
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers import SAMPLERS, config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 FLOW: Config = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 
@@ -76,28 +74,69 @@ def test_rejects_unsupported_options(name: str, option: str, value: object, supp
     assert supported in caught.value.expected
 
 
+LINEAR = {"use_dynamic_shifting": True, "time_shift_type": "linear"}
+KARRAS = {"use_karras_sigmas": True}
+BOTH = {**KARRAS, "use_exponential_sigmas": True}
+PREDICTED_NOISE = {"predict_x0": False, "prediction_type": "flow_prediction", "final_sigmas_type": "sigma_min"}
+EULER_FLOW = "FlowMatchEulerDiscreteScheduler"
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
-        ("euler", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
-        ("heun", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
-        ("dpmsolver++", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
-        ("flow_euler", {"use_karras_sigmas": True, "use_exponential_sigmas": True}, "use_karras_sigmas"),
-        ("dpmsolver++", {**FLOW, "use_karras_sigmas": True}, "use_flow_sigmas = true and use_karras_sigmas"),
+        *((name, BOTH, "use_karras_sigmas") for name in ("euler", "heun", "dpmsolver++", "flow_euler")),
+        ("dpmsolver++", {**FLOW, **KARRAS}, "use_flow_sigmas = true and use_karras_sigmas"),
         ("dpmsolver++", {**FLOW, "use_exponential_sigmas": True}, "use_flow_sigmas = true and use_exponential_sigmas"),
         ("unipc", {**FLOW, "use_exponential_sigmas": True}, "use_flow_sigmas = true and use_exponential_sigmas"),
-        (
-            "unipc",
-            {"predict_x0": False, "prediction_type": "flow_prediction", "final_sigmas_type": "sigma_min"},
-            "flow",
-        ),
+        ("unipc", PREDICTED_NOISE, "flow"),
         ("unipc", {"predict_x0": False}, "predict_x0 = false, divides by the noise level"),
         ("unipc", {"lower_order_final": False}, "solver_order = 2 and lower_order_final = false"),
+        *(
+            (name, {**KARRAS, "sigma_min": low, "sigma_max": high}, "sigma_min")
+            for name in ("euler", "heun", "unipc")
+            for low, high in ((0.0, 10.0), (-1.0, 10.0), (10.0, 1.0))
+        ),
+        # Predicted noise does not determine the data if the latents are pure noise.
+        ("ddim", {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, "divides by zero"),
+        ("lcm", {"rescale_betas_zero_snr": True}, "divides by zero"),
+        ("tcd", {"rescale_betas_zero_snr": True}, "divides by zero"),
+        ("ddim", {"beta_start": -1.0}, "divides by zero"),
+        ("pndm", {"beta_schedule": "linear", "beta_end": 2.0}, "divides by zero"),
+        ("dpmsolver++", {"trained_betas": [1.0] * 1000}, "divides by zero"),
+        *((name, {"beta_start": 0.0, "beta_end": 0.0}, "divides by zero") for name in ("euler", "heun")),
+        *((name, {"beta_end": math.nan}, "divides by zero") for name in ("euler", "euler_a", "unipc")),
     ],
 )
 def test_rejects_incompatible_options(name: str, changes: Config, match: str) -> None:
     with pytest.raises(SchedulerError, match=match):
         plan({**config_for(name, SD15), **changes}, 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "mu", "match"),
+    [
+        (config_for("flow_euler", {**SD15, "shift": 0.0}), 10, None, "noise levels"),
+        (config_for("flow_euler", {**SD15, "shift": -2.0}), 10, None, "noise levels"),
+        (config_for("flow_euler", {**SD15, "shift": math.nan}), 10, None, "noise levels"),
+        (config_for("flow_euler", {**SD15, "shift_terminal": 1.5}), 10, None, "noise levels"),
+        (config_for("flow_euler", {**SD15, "use_dynamic_shifting": True}), 10, 1000.0, "noise levels"),
+        (config_for("flow_euler", {**SD15, **LINEAR}), 10, -1.0, "noise levels"),
+        (config_for("unipc", {**SD15, **FLOW, "flow_shift": 0.0}), 10, None, "noise levels"),
+        (config_for("dpmsolver++", {**SD15, **FLOW, "flow_shift": 1e12}), 10, None, "noise levels"),
+        ({"_class_name": EULER_FLOW, "shift_terminal": 0.1}, 1, None, "noise levels"),
+        (config_for("dpmsolver++", {**SD15, **FLOW, **LINEAR}), 10, 0.5, "time_shift_type"),
+        # By default, DDIMScheduler clips and PNDMScheduler takes Runge-Kutta steps.
+        ({"_class_name": "DDIMScheduler"}, 10, None, "clip_sample = true"),
+        ({"_class_name": "PNDMScheduler"}, 10, None, "skip_prk_steps = false"),
+        *(
+            ({**SD15, "_class_name": class_name}, 10, None, r"euler \(EulerDiscreteScheduler\)")
+            for class_name in ("LMSDiscreteScheduler", "Euler", "", None, ["DDIMScheduler"])
+        ),
+    ],
+)
+def test_rejects_schedules_and_samplers(config: Config, steps: int, mu: float | None, match: str) -> None:
+    with pytest.raises(SchedulerError, match=match):
+        plan(config, steps, mu=mu)
 
 
 @pytest.mark.parametrize("changes", [{"predict_x0": False}, {"lower_order_final": False}])
@@ -109,20 +148,6 @@ def test_rejected_options_have_no_finite_result_in_diffusers(changes: Config) ->
 
 def test_unipc_takes_one_step_without_lower_order_final() -> None:
     assert len(plan(config_for("unipc", {**SD15, "lower_order_final": False}), 1).timesteps) == 1
-
-
-def test_missing_options_have_diffusers_defaults() -> None:
-    # By default, DDIMScheduler clips and PNDMScheduler takes Runge-Kutta steps.
-    with pytest.raises(SchedulerError, match="clip_sample = true"):
-        plan({"_class_name": "DDIMScheduler"}, 10)
-    with pytest.raises(SchedulerError, match="skip_prk_steps = false"):
-        plan({"_class_name": "PNDMScheduler"}, 10)
-
-
-@pytest.mark.parametrize("class_name", ["LMSDiscreteScheduler", "Euler", "", None, ["DDIMScheduler"]])
-def test_rejects_unknown_samplers(class_name: object) -> None:
-    with pytest.raises(SchedulerError, match=r"euler \(EulerDiscreteScheduler\)"):
-        plan({**SD15, "_class_name": class_name}, 10)
 
 
 def test_rejects_switching_to_an_unknown_sampler() -> None:
@@ -175,62 +200,3 @@ def test_rejects_mu_that_is_not_finite(mu: float) -> None:
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "use_dynamic_shifting": True}
     with pytest.raises(OptionError, match="finite"):
         plan(config, 10, mu=mu)
-
-
-def test_dpm_solver_rejects_a_linear_shift() -> None:
-    changes = {**FLOW, "use_dynamic_shifting": True, "time_shift_type": "linear"}
-    with pytest.raises(SchedulerError, match="time_shift_type"):
-        plan(config_for("dpmsolver++", {**SD15, **changes}), 10, mu=0.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "mu"),
-    [
-        ("flow_euler", {"shift": 0.0}, None),
-        ("flow_euler", {"shift": -2.0}, None),
-        ("flow_euler", {"shift": math.nan}, None),
-        ("flow_euler", {"shift_terminal": 1.5}, None),
-        ("flow_euler", {"use_dynamic_shifting": True}, 1000.0),
-        ("flow_euler", {"use_dynamic_shifting": True, "time_shift_type": "linear"}, -1.0),
-        ("unipc", {**FLOW, "flow_shift": 0.0}, None),
-        ("dpmsolver++", {**FLOW, "flow_shift": 1e12}, None),
-    ],
-)
-def test_rejects_flow_sigmas_that_do_not_fall(name: str, changes: Config, mu: float | None) -> None:
-    with pytest.raises(SchedulerError, match="noise levels"):
-        plan(config_for(name, {**SD15, **changes}), 10, mu=mu)
-
-
-def test_rejects_shift_terminal_with_a_single_step() -> None:
-    with pytest.raises(SchedulerError, match="noise levels"):
-        plan({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 0.1}, 1)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (-1.0, 10.0), (10.0, 1.0)])
-@pytest.mark.parametrize("name", ["euler", "heun", "unipc"])
-def test_rejects_an_empty_range_of_sigmas(name: str, low: float, high: float) -> None:
-    config = config_for(name, {**SD15, "use_karras_sigmas": True, "sigma_min": low, "sigma_max": high})
-    with pytest.raises(SchedulerError, match="sigma_min"):
-        plan(config, 10)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        # Predicted noise does not determine the data if the latents are pure noise.
-        ("ddim", {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}),
-        ("lcm", {"rescale_betas_zero_snr": True}),
-        ("tcd", {"rescale_betas_zero_snr": True}),
-        ("ddim", {"beta_start": -1.0}),
-        ("pndm", {"beta_schedule": "linear", "beta_end": 2.0}),
-        ("euler", {"beta_start": 0.0, "beta_end": 0.0}),
-        ("dpmsolver++", {"trained_betas": [1.0] * 1000}),
-        ("euler", {"beta_end": math.nan}),
-        ("heun", {"beta_start": 0.0, "beta_end": 0.0}),
-        ("euler_a", {"beta_end": math.nan}),
-        ("unipc", {"beta_end": math.nan}),
-    ],
-)
-def test_rejects_betas_that_divide_by_zero(name: str, changes: Config) -> None:
-    with pytest.raises(SchedulerError, match="divides by zero"):
-        plan(config_for(name, {**SD15, **changes}), 10)

@@ -10,7 +10,6 @@ from support.trajectories import (
     SDXL,
     SHORT_NAMES,
     STEP_COUNTS,
-    TENSOR_TO_ARRAY,
     TOLERANCE,
     ZERO_SNR_TOLERANCE,
     Config,
@@ -20,8 +19,6 @@ from support.trajectories import (
 
 from sdonnx.errors import OptionError, SchedulerError
 from sdonnx.samplers import config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 # Diffusion samplers that read timestep_spacing.
 SPACED = ("ddim", "pndm", "euler", "euler_a", "heun", "dpmsolver++", "unipc")

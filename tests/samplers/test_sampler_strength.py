@@ -12,7 +12,6 @@ from support.trajectories import (
     NOISE,
     SD15,
     SHORT_NAMES,
-    TENSOR_TO_ARRAY,
     Config,
     assert_same,
     noised,
@@ -21,8 +20,6 @@ from support.trajectories import (
 
 from sdonnx.errors import OptionError
 from sdonnx.samplers import config_for, plan
-
-pytestmark = TENSOR_TO_ARRAY
 
 STRENGTHS = (0.1, 0.2, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9, 0.99, 1.0)
 # Options that use more history than the defaults.

@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 import torch
 from support.pipelines import refused
-from support.trajectories import SD15, SDXL, TENSOR_TO_ARRAY
+from support.trajectories import SD15, SDXL
 
 from sdonnx.errors import SchedulerError
 from sdonnx.samplers import SAMPLERS, SCHEDULER_NAMES, config_for, plan, set_options
 from sdonnx.samplers.sampler_table import parse_name
-
-pytestmark = [
-    TENSOR_TO_ARRAY,
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 _DPM, _SINGLE = diffusers.DPMSolverMultistepScheduler, diffusers.DPMSolverSinglestepScheduler
 _EULER, _ANCESTRAL = diffusers.EulerDiscreteScheduler, diffusers.EulerAncestralDiscreteScheduler

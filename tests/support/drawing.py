@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import diffusers
@@ -9,11 +11,17 @@ import numpy.typing as npt
 import torch
 
 from sdonnx.metrics import psnr
+from sdonnx.models.spec import Role
+from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
+from support.diffusers_pipelines import in_diffusers
 from support.pipeline_cache import PipelineCache
 
 # float32 rounding gives 120 dB and more, and a small fault may pass 50 dB.
 MIN_PSNR_DB = 90
+
+USUAL: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": 4, "output_type": "np"}
+USUAL |= {"height": 32, "width": 40}
 
 Array = npt.NDArray[Any]
 
@@ -25,10 +33,7 @@ class Pair:
         self.source = pipelines.micro(arch)
         self.exported = pipelines.exported(self.source)
         self.optimized = pipelines.optimized(self.exported, provider="cpu")
-        torch.set_num_threads(1)
-        pipeline_class: Any = diffusers.DiffusionPipeline
-        self.theirs: Any = pipeline_class.from_pretrained(self.source)
-        self.theirs.set_progress_bar_config(disable=True)
+        self.theirs = in_diffusers(self.source)
         self.ours = OrtDiffusionPipeline.from_pretrained(self.optimized)
 
     def draw(self, prompt: Any = None, *, theirs: Any = None, **arguments: Any) -> tuple[Any, Any]:
@@ -50,12 +55,28 @@ def switch(ours: OrtDiffusionPipeline, theirs: Any, class_name: str, **changes: 
 
 
 def assert_same_images(ours: OrtDiffusionPipeline, theirs: Any, **arguments: Any) -> Array:
-    """Generate images with both pipelines from seed 0, compare them, and return them."""
-    usual: dict[str, Any] = {"prompt": "a red fox in the snow", "num_inference_steps": 4, "output_type": "np"}
-    arguments = usual | {"height": 32, "width": 40} | arguments
+    """Generate images with both pipelines from seed 0, compare them, and return them; ... leaves an argument out."""
+    arguments = USUAL | arguments
+    arguments = {name: value for name, value in arguments.items() if value is not ...}
     expected = theirs(**{"generator": generator()} | arguments).images
     given: dict[str, Any] = {} if {"generator", "latents"} & set(arguments) else {"seed": 0}
     found: Array = ours(**arguments, **given).images
     assert expected.std() > 0.02  # not a flat image, which would always agree
     assert psnr(found, expected) > MIN_PSNR_DB
     return found
+
+
+@contextmanager
+def observed_roles(pipeline: OrtDiffusionPipeline) -> Iterator[list[Role]]:
+    """Yield a list that receives the role of each graph that runs."""
+    roles: list[Role] = []
+
+    def note(role: Role, _: Run) -> AbstractContextManager[None]:
+        roles.append(role)
+        return nullcontext()
+
+    pipeline.observe(note)
+    try:
+        yield roles
+    finally:
+        pipeline.observe(None)

@@ -212,6 +212,37 @@ def assert_same_function(
         assert relative_error(found[name], values) < tolerance, name
 
 
+def _assert_settles(
+    model: ir.Model,
+    apply: Callable[[ir.Model], object],
+    first: object,
+    second: object,
+    tolerance: float = 1e-5,
+    sizes: Mapping[str, int] = SIZES,
+) -> ir.Model:
+    """Rewrite a graph twice; check what `apply` returns, that the function stays, and that nothing changes then."""
+    rewritten = copied(model)
+    assert apply(rewritten) == first
+    tidy(rewritten)
+    infer_shapes(rewritten)
+    assert_same_function(rewritten, model, tolerance, sizes=sizes)
+    again = copied(rewritten)
+    assert apply(again) == second
+    tidy(again)
+    infer_shapes(again)
+    assert text_of(again) == text_of(copied(rewritten))
+    return rewritten
+
+
+def _assert_reason(failures: Sequence[Any], rule: type[Rule] | type[WalkRule], reason: str | None) -> None:
+    """Check that a rule refused for this reason; None: the graph is not a candidate."""
+    if reason is None:
+        assert failures == []
+    else:
+        assert any(reason in failure.reason for failure in failures), failures
+        assert {failure.rule for failure in failures} == {rule.__name__}
+
+
 def assert_fires(
     model: ir.Model,
     rule: type[Rule],
@@ -220,23 +251,8 @@ def assert_fires(
     tolerance: float = 1e-5,
     sizes: Mapping[str, int] = SIZES,
 ) -> ir.Model:
-    """Apply the rule and check the properties of every rule; return the rewritten graph.
-
-    It fires so many times, the function and the interface stay, and a second application changes nothing.
-    """
-    rewritten = copied(model)
-    fired, _ = apply_rules(rewritten, [rule], commute)
-    tidy(rewritten)
-    infer_shapes(rewritten)
-    assert fired == times
-    assert_same_function(rewritten, model, tolerance, sizes=sizes)
-    again = copied(rewritten)
-    fired, _ = apply_rules(again, [rule], commute)
-    assert fired == 0
-    tidy(again)
-    infer_shapes(again)
-    assert text_of(again) == text_of(copied(rewritten))
-    return rewritten
+    """Check that a rule fires so many times, and the properties of every rule; return the rewritten graph."""
+    return _assert_settles(model, lambda each: apply_rules(each, [rule], commute)[0], times, 0, tolerance, sizes)
 
 
 def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commute: bool = False) -> None:
@@ -245,11 +261,7 @@ def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commut
     fired, failures = apply_rules(model, [rule], commute)
     assert fired == 0
     assert text_of(model) == before
-    if reason is None:
-        assert failures == []
-    else:
-        assert any(reason in failure.reason for failure in failures), failures
-        assert {failure.rule for failure in failures} == {rule.__name__}
+    _assert_reason(failures, rule, reason)
 
 
 def assert_walk_rule_fires(
@@ -259,35 +271,16 @@ def assert_walk_rule_fires(
     tolerance: float = 1e-5,
     sizes: Mapping[str, int] = SIZES,
 ) -> ir.Model:
-    """Apply the rule and check the properties of every rule; return the rewritten graph. See `assert_fires`."""
-    rewritten = copied(model)
-    fired, _ = apply_walk_rules(rewritten, [rule])
-    tidy(rewritten)
-    infer_shapes(rewritten)
-    assert fired == {rule.__name__: times}
-    assert_same_function(rewritten, model, tolerance, sizes=sizes)
-    again = copied(rewritten)
-    fired, _ = apply_walk_rules(again, [rule])
-    assert fired == {rule.__name__: 0}
-    tidy(again)
-    infer_shapes(again)
-    assert text_of(again) == text_of(copied(rewritten))
-    return rewritten
+    """Check that a rule fires so many times, and the properties of every rule; return the rewritten graph."""
+    first, second = {rule.__name__: times}, {rule.__name__: 0}
+    return _assert_settles(model, lambda each: apply_walk_rules(each, [rule])[0], first, second, tolerance, sizes)
 
 
 def assert_pass_fires(
     model: ir.Model, run: Callable[[ir.Model], PassOutcome], fired: dict[str, int], done: dict[str, int]
 ) -> ir.Model:
     """Run a pass; check its result, that the function stays, and that a second run returns `done`, for no change."""
-    rewritten = copied(model)
-    assert run(rewritten) == PassOutcome(fired)
-    tidy(rewritten)
-    infer_shapes(rewritten)
-    assert_same_function(rewritten, model)
-    again = copied(rewritten)
-    assert run(again) == PassOutcome(done)
-    assert text_of(again) == text_of(copied(rewritten))
-    return rewritten
+    return _assert_settles(model, run, PassOutcome(fired), PassOutcome(done))
 
 
 def assert_walk_rule_refuses(model: ir.Model, rule: type[WalkRule], reason: str | None = None) -> None:
@@ -299,11 +292,7 @@ def assert_walk_rule_refuses(model: ir.Model, rule: type[WalkRule], reason: str 
     tidy(left)  # nodes that were inserted before the refusal are unused
     assert fired == {rule.__name__: 0}
     assert text_of(left) == before
-    if reason is None:
-        assert failures == []
-    else:
-        assert any(reason in failure.reason for failure in failures), failures
-        assert {failure.rule for failure in failures} == {rule.__name__}
+    _assert_reason(failures, rule, reason)
 
 
 CONVERTERS = dict(fusion.converts for fusion in FUSIONS if fusion.converts is not None)

@@ -1,17 +1,23 @@
-"""Write LoRA files for optimized folders, without torch."""
+"""Write LoRA files for optimized folders, without torch, and draw the image that shows their effect."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from sdonnx.folder.weight_table import WeightTable
 
-__all__ = ["write_plain_lora"]
+__all__ = ["lora_image", "write_plain_lora"]
 
 LAYERS = (("unet", "attn2.to_v"), ("text_encoder", "self_attn.v_proj"))
+
+
+def lora_image(pipeline: Any) -> Any:
+    """Return a small image of a pipeline."""
+    return pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
 
 
 def write_plain_lora(folder: Path, path: Path, seed: int = 0, *, scale: float = 1.0, widen: int = 0) -> Path:

@@ -42,7 +42,6 @@ SCHEDULERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("LCMScheduler", {}),
     ("TCDScheduler", {}),
 )
-_FEW_STEP = ("LCMScheduler", "TCDScheduler")
 
 _WORDS = ("a red fox", "an owl in rain", "猫 on a mat", "50% grey cube!!", "café at night", "LOUD CAPS", "")
 _MIN_DB = 60.0

@@ -103,7 +103,6 @@ def _pipeline(folder: Path) -> None:
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
     with OrtDiffusionPipeline.from_pretrained(folder) as pipeline:
-        pipeline.set_progress_bar_config(disable=True)
         pipeline("a fox", 64, 64, num_inference_steps=2, seed=0)
 
 

@@ -52,21 +52,6 @@ def test_behaves_like_a_process_of_python(script: Path, tmp_path: Path) -> None:
     assert ended(str(interpreter(tmp_path / "python")), str(script), "a", "b c") == expected
 
 
-def test_modules_are_imported(tmp_path: Path) -> None:
-    code = "import sys\nprint('torch' in sys.modules, 'diffusers' in sys.modules)\n"
-    (tmp_path / "module_of_test.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(python("-m", "module_of_test"), cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
-
-
-def test_exceptions_end_the_process(tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text("raise ValueError('wrong')\n")
-    done = subprocess.run(python(str(tmp_path / "failing.py")), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: wrong\n")
-
-
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
 )

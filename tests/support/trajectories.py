@@ -26,8 +26,6 @@ TOLERANCE = 1e-4
 # precision, which leaves their rounding error. The matrices never form that difference.
 ZERO_SNR_TOLERANCE = 2 * 4096 * 2.0**-23
 
-# diffusers passes torch tensors to np.array, which numpy 2 with torch 2.13 warns about.
-TENSOR_TO_ARRAY = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 # scheduler_config.json as published for Stable Diffusion 1.5, 2.1 and XL.
 SD15: Config = {

@@ -185,8 +185,6 @@ def test_the_page_shows_the_accuracy() -> None:
     assert "Accuracy" not in Markup(certificate_html(*verification())).headings
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
 def test_the_command_judges_images_of_the_trained_sample(
     shapes: Path, shapes_cpu: Path, tmp_path: Path, capsys: Any
 ) -> None:

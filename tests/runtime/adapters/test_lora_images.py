@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -28,12 +29,10 @@ from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-# diffusers converts torch tensors to numpy in a way that numpy deprecates, and PEFT warns of layers without the LoRA.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
 Array = npt.NDArray[Any]
@@ -74,9 +73,7 @@ class Pair:
         self.source = source
 
     def load(self) -> tuple[Any, OrtDiffusionPipeline]:
-        ours = OrtDiffusionPipeline.from_pretrained(self.folder)
-        ours.set_progress_bar_config(disable=True)
-        return pipeline_of(self.source), ours
+        return pipeline_of(self.source), OrtDiffusionPipeline.from_pretrained(self.folder)
 
 
 def image_of(pipe: Any) -> Array:
@@ -312,8 +309,6 @@ def test_a_callback_cannot_change_adapters(pair: Pair) -> None:
 
 
 def test_session_options_are_refused(pair: Pair) -> None:
-    import onnxruntime
-
     ours = OrtDiffusionPipeline.from_pretrained(pair.folder, session_options=onnxruntime.SessionOptions())
     with refused(OptionError, "session_options"):
         ours.load_lora_weights(pair.files[0])
@@ -324,7 +319,6 @@ def test_session_options_are_refused(pair: Pair) -> None:
 def test_graphs_that_are_loaded_for_each_use(pair: Pair, low_memory: Any) -> None:
     _, ours = pair.load()
     saving = OrtDiffusionPipeline.from_pretrained(pair.folder, low_memory=low_memory)
-    saving.set_progress_bar_config(disable=True)
     for pipe in (ours, saving):
         pipe.load_lora_weights(pair.files[0])
     first = image_of(ours)

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 from support.pipelines import refused
-from support.plain_lora import write_plain_lora
+from support.plain_lora import lora_image, write_plain_lora
 
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -21,24 +21,17 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 @pytest.fixture
 def pipeline(micro_cpu: Path) -> OrtDiffusionPipeline:
-    made = OrtDiffusionPipeline.from_pretrained(micro_cpu)
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
-def _image(pipeline: OrtDiffusionPipeline) -> Any:
-    return pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
+    return OrtDiffusionPipeline.from_pretrained(micro_cpu)
 
 
 def _require_used(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
     """Check that the image is that with the file of `write_plain_lora`."""
     other = OrtDiffusionPipeline.from_pretrained(micro_cpu)
-    other.set_progress_bar_config(disable=True)
-    base = _image(other)
+    base = lora_image(other)
     other.load_lora_weights(write_plain_lora(micro_cpu, tmp_path / "expected.safetensors"))
-    expected = _image(other)
+    expected = lora_image(other)
     assert np.abs(expected - base).max() > 0.02
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
 
 
 def test_folders(pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp_path: Path) -> None:
@@ -59,10 +52,10 @@ def test_tensors(kind: str, pipeline: OrtDiffusionPipeline, micro_cpu: Path, tmp
         rounded = {name: values.to(torch.bfloat16) for name, values in tensors.items()}
         pipeline.load_lora_weights(rounded, adapter_name="a")
         save_file({name: each.float().numpy() for name, each in rounded.items()}, tmp_path / "a.safetensors")
-        found = _image(pipeline)
+        found = lora_image(pipeline)
         pipeline.delete_adapters("a")
         pipeline.load_lora_weights(tmp_path / "a.safetensors")
-        assert np.array_equal(_image(pipeline), found)
+        assert np.array_equal(lora_image(pipeline), found)
         return
     pipeline.load_lora_weights(tensors)
     _require_used(pipeline, micro_cpu, tmp_path)

@@ -14,6 +14,7 @@ from PIL import Image
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
+from support.plain_lora import lora_image
 from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
@@ -32,7 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
 Array = npt.NDArray[Any]
@@ -89,22 +89,12 @@ def sample(
     return Sample(request.param, pipelines, tmp_path_factory.mktemp("lora"))
 
 
-def _open(folder: Path) -> OrtDiffusionPipeline:
-    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def _image(pipeline: Any) -> Array:
-    image: Array = pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
-    return image
-
-
 def _with(folder: Path, *files: Path) -> Array:
-    pipeline = _open(folder)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     for number, file in enumerate(files):
         pipeline.load_lora_weights(file, adapter_name=str(number))
-    return _image(pipeline)
+    image: Array = lora_image(pipeline)
+    return image
 
 
 def _table(folder: Path, component: str = "unet") -> WeightTable:
@@ -167,22 +157,25 @@ def test_images(name: str, sample: Sample, tmp_path: Path) -> None:
     Weights that are rounded twice, before and after the change, have at most twice the squared error, which is 3 dB.
     """
     folder, plain = sample.quantized(name), sample.pipelines.optimized(sample.exported, provider="cpu")
-    pipeline = _open(folder)
-    base = _image(pipeline)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    base = lora_image(pipeline)
     pipeline.load_lora_weights(sample.file, adapter_name="a")
-    image = _image(pipeline)
-    right, merged = _with(plain, sample.file), _image(_open(sample.quantized(name, merged=True)))
+    image = lora_image(pipeline)
+    right, merged = (
+        _with(plain, sample.file),
+        lora_image(OrtDiffusionPipeline.from_pretrained(sample.quantized(name, merged=True))),
+    )
     assert psnr(image, right) > psnr(merged, right) - 4
     assert psnr(image, base) < 40
     assert main(["bake", "-m", str(folder), "--lora", str(sample.file), "-o", str(tmp_path / "out")]) == 0
-    assert np.array_equal(_image(_open(tmp_path / "out")), image)
+    assert np.array_equal(lora_image(OrtDiffusionPipeline.from_pretrained(tmp_path / "out")), image)
     pipeline.load_lora_weights(sample.other, adapter_name="b")
     pipeline.set_adapters(["a", "b"], [-0.5, 0.7])
-    assert not np.array_equal(_image(pipeline), image)
+    assert not np.array_equal(lora_image(pipeline), image)
     pipeline.set_adapters("a")
-    assert np.array_equal(_image(pipeline), image)
+    assert np.array_equal(lora_image(pipeline), image)
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
 
 
 def test_unchanged_channels_keep_their_numbers(sample: Sample) -> None:
@@ -242,12 +235,12 @@ def test_commands(sample: Sample, tmp_path: Path) -> None:
     assert main([*command, *options]) == 0
     image = np.asarray(Image.open(out), np.float32) / 255
     assert np.abs(image - expected).max() < 1 / 255
-    pipeline = _open(folder)
-    base = _image(pipeline)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    base = lora_image(pipeline)
     pipeline.replace_adapters({"b": (pipeline.read_lora_weights(sample.other), 1.0)})
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     pipeline.replace_adapters({})
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
 
 
 def test_weights_beyond_the_range_are_refused(sample: Sample, tmp_path: Path) -> None:
@@ -268,17 +261,17 @@ def test_switches_in_place(name: str, sample: Sample, loads: mock.Mock) -> None:
     """Weights in 8 bits and their scales are written where sessions read them."""
     folder = sample.quantized(name)
     expected, base = _with(folder, sample.other), _with(folder)
-    pipeline = _open(folder)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
     pipeline.load_lora_weights(sample.other, adapter_name="b")
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     loads.reset_mock()
     for scale in (0.3, -1.0):
         pipeline.set_adapters("b", scale)
-        assert not np.array_equal(_image(pipeline), expected)
+        assert not np.array_equal(lora_image(pipeline), expected)
     pipeline.set_adapters("b", 1.0)
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
     assert loads.call_count == 0
 
 

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
+from support.plain_lora import lora_image
 from support.weekly_cases import weekly
 
 from sdonnx.errors import OptionError, WeightsError
@@ -31,10 +32,8 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters:RuntimeWarning"),
 ]
 
-ROOT = Path(__file__).parents[3]
 CPU = Device("cpu")
 
 
@@ -65,24 +64,20 @@ def files(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 both = pytest.mark.parametrize("loads", weekly(["host", "device"], "device"), indirect=True)
 
 
-def _open(folder: Path, **options: Any) -> OrtDiffusionPipeline:
-    pipeline = OrtDiffusionPipeline.from_pretrained(folder, **options)
-    pipeline.set_progress_bar_config(disable=True)
+def _with(folder: Path, files: dict[str, Path], *names: str) -> OrtDiffusionPipeline:
+    """Return a new pipeline with adapters."""
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    for name in names:
+        pipeline.load_lora_weights(files[name], adapter_name=name)
     return pipeline
-
-
-def _image(pipeline: OrtDiffusionPipeline) -> Any:
-    return pipeline("a red fox", 64, 64, num_inference_steps=2, seed=0, output_type="np").images[0]
 
 
 def _loaded(folder: Path, files: dict[str, Path], weights: dict[str, float]) -> Any:
     """Return the image of a new pipeline with adapters."""
-    pipeline = _open(folder)
-    for name in weights:
-        pipeline.load_lora_weights(files[name], adapter_name=name)
+    pipeline = _with(folder, files, *weights)
     if weights:
         pipeline.set_adapters(list(weights), list(weights.values()))
-    return _image(pipeline)
+    return lora_image(pipeline)
 
 
 @both
@@ -92,20 +87,19 @@ def test_switches_load_nothing(folder: Path, files: dict[str, Path], loads: mock
         "both": _loaded(folder, files, {"wide": -0.4, "narrow": 1.0}),
         "none": _loaded(folder, files, {}),
     }
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
-    _image(pipeline)
+    pipeline = _with(folder, files, "wide")
+    lora_image(pipeline)
     loads.reset_mock()
     pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
     for _ in range(2):
         pipeline.set_adapters("wide", 0.7)
-        assert np.array_equal(_image(pipeline), expected["wide"])
+        assert np.array_equal(lora_image(pipeline), expected["wide"])
         pipeline.set_adapters(["wide", "narrow"], [-0.4, 1.0])
-        assert np.array_equal(_image(pipeline), expected["both"])
+        assert np.array_equal(lora_image(pipeline), expected["both"])
         pipeline.disable_lora()
-        assert np.array_equal(_image(pipeline), expected["none"])
+        assert np.array_equal(lora_image(pipeline), expected["none"])
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), expected["none"])
+    assert np.array_equal(lora_image(pipeline), expected["none"])
     assert loads.call_count == 0
 
 
@@ -130,31 +124,30 @@ def test_initializers_of_graphs_that_are_not_loaded(
 
     expected = _loaded(folder, files, {"wide": 0.7})
     monkeypatch.setattr(WeightTable, "read", with_another_form)
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
-    _image(pipeline)
+    pipeline = _with(folder, files, "wide")
+    lora_image(pipeline)
     loads.reset_mock()
     pipeline.set_adapters("wide", 0.7)
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     assert loads.call_count == 0
 
 
 @both
 def test_random_switches_leave_nothing(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
-    pipeline = _open(folder)
-    base = _image(pipeline)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    base = lora_image(pipeline)
     for name in ("wide", "narrow"):
         pipeline.load_lora_weights(files[name], adapter_name=name)
     pipeline.set_adapters(["wide", "narrow"], [0.3, 0.6])
-    first = _image(pipeline)
+    first = lora_image(pipeline)
     loads.reset_mock()
     draws = np.random.default_rng(1)
     for _ in range(100):
         pipeline.set_adapters(["wide", "narrow"], draws.normal(size=2).tolist())
     pipeline.set_adapters(["wide", "narrow"], [0.3, 0.6])
-    assert np.array_equal(_image(pipeline), first)
+    assert np.array_equal(lora_image(pipeline), first)
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
     assert loads.call_count == 0
 
 
@@ -163,18 +156,17 @@ def test_other_weights_load_graphs_again(folder: Path, files: dict[str, Path], l
     """A weight that sessions do not read in place, or that has no buffer yet, takes the other way."""
     expected = _loaded(folder, files, {"convolutions": 1.0})
     wide = _loaded(folder, files, {"wide": 1.0})
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
-    _image(pipeline)
+    pipeline = _with(folder, files, "narrow")
+    lora_image(pipeline)
     loads.reset_mock()
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
-    assert np.array_equal(_image(pipeline), wide)
+    assert np.array_equal(lora_image(pipeline), wide)
     assert loads.call_count > 0
     pipeline.load_lora_weights(files["convolutions"], adapter_name="convolutions")
     pipeline.set_adapters("convolutions")
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     pipeline.set_adapters("wide")
-    assert np.array_equal(_image(pipeline), wide)
+    assert np.array_equal(lora_image(pipeline), wide)
 
 
 @both
@@ -182,18 +174,17 @@ def test_only_components_without_buffers_are_loaded_again(
     folder: Path, files: dict[str, Path], loads: mock.Mock
 ) -> None:
     expected = _loaded(folder, files, {"narrow": 0.5, "text": 1.0})
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["narrow"], adapter_name="narrow")
-    _image(pipeline)
+    pipeline = _with(folder, files, "narrow")
+    lora_image(pipeline)
     loads.reset_mock()
     pipeline.load_lora_weights(files["text"], adapter_name="text")
     pipeline.set_adapters(["narrow", "text"], [0.5, 1.0])
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     assert [call.args[0].path.parent.name for call in loads.call_args_list] == ["text_encoder"]
     loads.reset_mock()
     pipeline.set_adapters(["narrow", "text"], [0.1, 0.2])
     pipeline.set_adapters(["narrow", "text"], [0.5, 1.0])
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     assert loads.call_count == 0  # also biases that were moved behind the changed weights are written
 
 
@@ -201,40 +192,39 @@ def test_only_components_without_buffers_are_loaded_again(
 def test_memory_is_saved_before_time(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     """Where graphs are loaded for each use, buffers do not stay on the device."""
     expected = _loaded(folder, files, {"wide": 1.0})
-    base = _image(_open(folder))
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
-    assert np.array_equal(_image(pipeline), expected)
+    base = lora_image(OrtDiffusionPipeline.from_pretrained(folder))
+    pipeline = _with(folder, files, "wide")
+    assert np.array_equal(lora_image(pipeline), expected)
     kept = pipeline._graphs.changed._buffers
     assert any(kept.values())
     pipeline.enable_model_cpu_offload()
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
     assert not any(kept.values())
     pipeline.disable_lora()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
     pipeline.enable_lora()
-    assert np.array_equal(_image(pipeline), expected)
+    assert np.array_equal(lora_image(pipeline), expected)
 
 
 @pytest.mark.parametrize("loads", ["device"], indirect=True)
 def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.Mock) -> None:
     """Adapters that are kept on the host release the copies of weights, and the image stays the same up to rounding."""
-    pipeline = _open(folder)
-    base = _image(pipeline)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    base = lora_image(pipeline)
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
     held = pipeline._graphs.changed._products._bases
-    there = _image(pipeline)
+    there = lora_image(pipeline)
     assert held
     loads.reset_mock()
     pipeline._keep_on_host(["wide"], True)  # a pipeline on a GPU does so for the device "cpu"
     assert not held
-    np.testing.assert_allclose(_image(pipeline), there, atol=1e-4)
+    np.testing.assert_allclose(lora_image(pipeline), there, atol=1e-4)
     pipeline._keep_on_host(["wide"], False)
     assert held
-    assert np.array_equal(_image(pipeline), there)
+    assert np.array_equal(lora_image(pipeline), there)
     pipeline.unload_lora_weights()
     assert not held
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
     assert loads.call_count == 0
     with pytest.raises(OptionError, match="the adapter wide, which is not loaded"):
         pipeline.set_lora_device("wide", "cpu")
@@ -250,20 +240,19 @@ def test_weights_beyond_the_range_leave_everything(
 ) -> None:
     """Also in a component that was written before the one with the fault, and in weights that were not changed."""
     large = {"text_encoder": ["q_proj"], "unet": ["to_q", "to_k"]}
-    pipeline = _open(folder)
-    pipeline.load_lora_weights(files["wide"], adapter_name="wide")
+    pipeline = _with(folder, files, "wide")
     pipeline.load_lora_weights(write_lora(source, tmp_path / "large", 7, large), adapter_name="large")
     pipeline.set_adapters(["wide", "large"], [0.7, 0.1])
-    _image(pipeline)
+    lora_image(pipeline)
     pipeline.set_adapters("wide", 0.7)
-    before = _image(pipeline)
+    before = lora_image(pipeline)
     loads.reset_mock()
     with pytest.raises(WeightsError, match="beyond the range of float32"):
         pipeline.set_adapters("large", [{"unet": 1e38 * 1e3, "text_encoder": 1.0}])
     assert pipeline.get_active_adapters() == ["wide"]
-    assert np.array_equal(_image(pipeline), before)
+    assert np.array_equal(lora_image(pipeline), before)
     pipeline.set_adapters("wide", 0.7)
-    assert np.array_equal(_image(pipeline), before)
+    assert np.array_equal(lora_image(pipeline), before)
     assert loads.call_count == 0
 
 
@@ -313,40 +302,38 @@ def test_convolutions_switch_in_place(
         "tucker": _tucker(source, tmp_path / "tucker.safetensors"),
     }
     injected = {name: _loaded(folder, files, {name: 0.8}) for name in files}
-    base = _image(_open(folder))
+    base = lora_image(OrtDiffusionPipeline.from_pretrained(folder))
     _with_convolutions(monkeypatch)
     expected = {name: _loaded(folder, files, {name: 0.8}) for name in files}
     for name in files:
         np.testing.assert_allclose(expected[name], injected[name], atol=1e-4)
         assert np.abs(expected[name] - base).max() > 1e-2
-    pipeline = _open(folder)
-    for name in files:
-        pipeline.load_lora_weights(files[name], adapter_name=name)
+    pipeline = _with(folder, files, *files)
     pipeline.set_adapters(list(files))
-    _image(pipeline)
+    lora_image(pipeline)
     loads.reset_mock()
     for name in ("locon", "tucker", "locon"):
         pipeline.set_adapters(name, 0.8)
-        assert np.array_equal(_image(pipeline), expected[name])
+        assert np.array_equal(lora_image(pipeline), expected[name])
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
     assert loads.call_count == 0
 
 
 def test_convolutions_on_a_cpu_load_graphs_again(folder: Path, files: dict[str, Path]) -> None:
     """Sessions with all optimizations copy the weights, so that each switch loads the graphs that have them."""
     expected = {scale: _loaded(folder, files, {"convolutions": scale}) for scale in (1.0, -0.5)}
-    pipeline = _open(folder)
-    base = _image(pipeline)
+    pipeline = OrtDiffusionPipeline.from_pretrained(folder)
+    base = lora_image(pipeline)
     pipeline.load_lora_weights(files["convolutions"], adapter_name="convolutions")
     with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as loads:
         for scale in (1.0, -0.5, 1.0):
             before = loads.call_count
             pipeline.set_adapters("convolutions", scale)
-            assert np.array_equal(_image(pipeline), expected[scale])
+            assert np.array_equal(lora_image(pipeline), expected[scale])
             assert loads.call_count > before
     pipeline.unload_lora_weights()
-    assert np.array_equal(_image(pipeline), base)
+    assert np.array_equal(lora_image(pipeline), base)
 
 
 def test_table_names_weights_of_nhwc_convolutions(pipelines: PipelineCache, source: Path) -> None:

@@ -12,14 +12,11 @@ import torch
 from PIL import Image
 from support.drawing import MIN_PSNR_DB, generator
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.output import ImageProcessor
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-
-pytestmark = TENSOR_TO_ARRAY
 
 USUAL: dict[str, Any] = {"prompt": ["a fox", "an owl"], "height": 32, "width": 40, "num_inference_steps": 2}
 

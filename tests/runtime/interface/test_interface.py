@@ -382,9 +382,18 @@ def test_folder_on_the_hub(micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.
         load("someone/fast")
 
 
+def _answer(kind: Any) -> Exception:
+    """Return an error without the HTTP response that its constructor requires."""
+    error: Exception = kind.__new__(kind)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
+        (_answer(errors.RepositoryNotFoundError), ["there is none, or it is private", "hf auth login"]),
+        (_answer(errors.GatedRepoError), ["access to it must be granted"]),
+        (_answer(errors.RevisionNotFoundError), ["no such revision"]),
         (errors.LocalEntryNotFoundError("offline"), ["offline, and not in the cache"]),
         (errors.OfflineModeIsEnabled("offline"), ["offline", "HF_HUB_OFFLINE"]),
         (ConnectionError("no route"), ["offline"]),
@@ -395,26 +404,6 @@ def test_folder_on_the_hub(micro_cpu: Path, tmp_path: Path, monkeypatch: pytest.
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_hub_errors_are_one_line(error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with refused(FolderError, "someone/slow", *words):
-        load("someone/slow")
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("RepositoryNotFoundError", ["there is none, or it is private", "hf auth login"]),
-        ("GatedRepoError", ["access to it must be granted"]),
-        ("RevisionNotFoundError", ["no such revision"]),
-    ],
-)
-def test_answers_of_the_hub_are_one_line(kind: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    of_kind = getattr(errors, kind)
-    error = of_kind.__new__(of_kind)  # without the HTTP response that the constructor requires
-
     def fail(*_: object, **__: object) -> None:
         raise error
 

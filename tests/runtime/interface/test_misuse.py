@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,6 @@ def test_constructor_is_from_pretrained(micro_cpu: Path) -> None:
 def test_unknown_arguments_of_a_call(name: str, words: list[str], ours: OrtDiffusionPipeline) -> None:
     with refused(OptionError, name, *words):
         ours("fox", **USUAL | {name: 1})
-
-
-def test_call_keeps_its_signature(ours: OrtDiffusionPipeline) -> None:
-    parameters = list(inspect.signature(ours).parameters)
-    assert parameters[:3] == ["prompt", "height", "width"]
-    assert "callback_on_step_end" in parameters
 
 
 @pytest.mark.parametrize("name", REFUSED)

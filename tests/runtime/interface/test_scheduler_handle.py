@@ -10,20 +10,13 @@ from typing import Any
 
 import diffusers
 import pytest
-from support.drawing import MIN_PSNR_DB
+from support.drawing import assert_same_images
 from support.pipelines import refused
-from support.trajectories import TENSOR_TO_ARRAY
 
 from sdonnx.errors import SchedulerError
-from sdonnx.metrics import psnr
 from sdonnx.runtime.interface.component_handles import SchedulerHandle
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.samplers import SAMPLERS
-
-pytestmark = [
-    TENSOR_TO_ARRAY,
-    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
-]
 
 USUAL: dict[str, Any] = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "np"}
 
@@ -100,12 +93,9 @@ def test_from_config_without_diffusers(ours: OrtDiffusionPipeline, theirs: Any, 
 def test_names_generate_the_image_of_diffusers(
     name: str, class_name: str, options: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any
 ) -> None:
-    import torch
-
     theirs.scheduler = getattr(diffusers, class_name).from_config(theirs.scheduler.config, **options)
     ours.scheduler = name
-    expected = theirs("a fox", **USUAL, generator=torch.Generator("cpu").manual_seed(0)).images
-    assert psnr(ours("a fox", **USUAL, seed=0).images, expected) > MIN_PSNR_DB
+    assert_same_images(ours, theirs)
 
 
 def test_options_of_a_name_end_with_the_next_name(ours: OrtDiffusionPipeline) -> None:
@@ -158,16 +148,13 @@ def test_a_configuration_runs_as_its_object(
     class_name: str, options: dict[str, Any], ours: OrtDiffusionPipeline, theirs: Any, caplog: Any
 ) -> None:
     """A folder's options without a plan act as in a scheduler object: diffusers steps both on the host."""
-    import torch
-
     config = ours.scheduler_config | options | {"_class_name": class_name}
     theirs.scheduler = getattr(diffusers, class_name).from_config(config)
-    expected = theirs("a fox", **USUAL, generator=torch.Generator("cpu").manual_seed(0)).images
     ours.scheduler = theirs.scheduler
-    assert psnr(ours("a fox", **USUAL, seed=0).images, expected) > MIN_PSNR_DB
+    assert_same_images(ours, theirs)
     with caplog.at_level("INFO", "sdonnx"):
         ours.scheduler_config = config  # as a folder sets it
-        assert psnr(ours("a fox", **USUAL, seed=0).images, expected) > MIN_PSNR_DB
+        assert_same_images(ours, theirs)
         ours("a fox", **USUAL, seed=0)
     assert [each.getMessage() for each in caplog.records].count(
         f"diffusers steps {class_name} on the host, which is slower: no sampling plan follows its configuration"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.drawing import generator
+from support.diffusers_pipelines import task_of
+from support.drawing import generator, observed_roles
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
 from sdonnx.metrics import psnr
 from sdonnx.models.spec import Role
-from sdonnx.runtime.device.session import Run
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.runtime.vae import vae_tiling
 from sdonnx.runtime.vae.vae_tiling import TileGrid, join_tiles
@@ -99,12 +97,11 @@ def test_tiled_image_to_image_is_that_of_diffusers(
 ) -> None:
     spots = np.random.default_rng(0).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     arguments = USUAL | {"image": Image.fromarray(spots).resize((40, 72)), "strength": 0.7, "num_inference_steps": 5}
-    kind: Any = diffusers.StableDiffusionImg2ImgPipeline
+    kind = "Img2Img"
     if masked:
         arguments["mask_image"] = Image.fromarray(np.eye(5, dtype=np.uint8) * 255).resize((40, 72))
-        kind = diffusers.StableDiffusionInpaintPipeline
-    theirs = kind(**tiled_theirs.components, requires_safety_checker=False)
-    theirs.set_progress_bar_config(disable=True)
+        kind = "Inpaint"
+    theirs = task_of(tiled_theirs, f"StableDiffusion{kind}Pipeline")
     given = {name: value for name, value in arguments.items() if masked or name not in ("height", "width")}
     expected = theirs(**given, generator=generator()).images
     assert psnr(tiled(**arguments, seed=0).images, expected) > SAME_DB
@@ -154,16 +151,10 @@ def test_slicing_decodes_images_one_by_one(micro_cpu: Path, ours: OrtDiffusionPi
         counts = []
         for change in (pipeline.enable_vae_slicing, pipeline.disable_vae_slicing):
             change()
-            roles: list[Role] = []
-            pipeline.observe(partial(_noted, roles))
-            assert psnr(pipeline(**arguments, seed=0).images, ours(**arguments, seed=0).images) > SAME_DB
+            with observed_roles(pipeline) as roles:
+                assert psnr(pipeline(**arguments, seed=0).images, ours(**arguments, seed=0).images) > SAME_DB
             counts.append(roles.count(Role.IMAGE_DECODER))
             shapes = pipeline.captured_sizes
             change()  # changes nothing, and keeps the captured graphs
             assert pipeline.captured_sizes == shapes
         assert counts == [3, 1]
-
-
-def _noted(roles: list[Role], role: Role, run: Run) -> AbstractContextManager[None]:
-    roles.append(role)
-    return nullcontext()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from shape_evaluation import generate
+from support.diffusers_pipelines import in_diffusers
 
 from sdonnx.__main__ import main
 from sdonnx.metrics import psnr
@@ -18,9 +18,6 @@ from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.shapes.shape_architectures import EXAMPLE_CAPTION, GUIDANCE_SCALE
 from sdonnx.sample.shapes.shape_judge import score_images, summarize
 from sdonnx.sample.shapes.shape_scenes import PHRASES, is_held_out, read_caption
-
-# Caused by diffusers when it converts torch tensors to numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 # One of each relation. None of these drawings was part of the training.
 CAPTIONS = (
@@ -37,10 +34,9 @@ STEPS, SEED = 15, 0
 @pytest.fixture(scope="module")
 def images(shapes: Path) -> npt.NDArray[np.uint8]:
     """An image (H,W,3) of each caption by diffusers in float32."""
-    torch.set_num_threads(1)  # as in the other tests
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(shapes)
-    pipeline.set_progress_bar_config(disable=True)
-    return generate(pipeline, CAPTIONS, steps=STEPS, guidance_scale=GUIDANCE_SCALE, seed=SEED, batch=len(CAPTIONS))
+    return generate(
+        in_diffusers(shapes), CAPTIONS, steps=STEPS, guidance_scale=GUIDANCE_SCALE, seed=SEED, batch=len(CAPTIONS)
+    )
 
 
 def test_captions_are_of_every_relation() -> None:
@@ -64,7 +60,6 @@ def test_images_show_their_captions(images: npt.NDArray[np.uint8]) -> None:
 def test_the_optimized_folder_generates_the_same_images(images: npt.NDArray[np.uint8], shapes_cpu: Path) -> None:
     noise = torch.randn(len(CAPTIONS), 4, 16, 16, generator=torch.Generator("cpu").manual_seed(SEED)).numpy()
     with OrtDiffusionPipeline.from_pretrained(shapes_cpu) as pipeline:
-        pipeline.set_progress_bar_config(disable=True)
         ours = pipeline(
             list(CAPTIONS), num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE, latents=noise, output_type="np"
         ).images
