@@ -119,7 +119,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", type=Path, help="a diffusers pipeline; without it only the page is written")
     parser.add_argument("--exports", type=Path, default=Path("out/exports"), help="exported graphs (%(default)s)")
     parser.add_argument("--out", type=Path, default=results, help="file of results (%(default)s)")
-    parser.add_argument("--page", type=Path, default=Path("docs/exporters.md"), help="page to write (%(default)s)")
+    parser.add_argument("--page", type=Path, default=Path("docs/lab/exporters.md"), help="page to write (%(default)s)")
     parser.add_argument("--components", nargs="+", default=COMPONENTS, choices=COMPONENTS)
     parser.add_argument("--exporters", nargs="+", default=EXPORTERS, choices=EXPORTERS)
     parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)
@@ -402,7 +402,7 @@ def _section(path: Path, records: Sequence[Record]) -> str:
             f"{(commit or 'unknown')[:12]}{' with changes' if changed else ''}" for commit, changed in commits
         ),
         file=path.name,
-        link=f"results/{path.name}",
+        link=f"../results/{path.name}",
         commands=each((one["command"] for one in records), "\n"),
     )
 

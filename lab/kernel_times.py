@@ -1,8 +1,8 @@
-"""Time alternative forms of a transformer block's operators in ONNX Runtime (docs/decisions/0062, 0066 and 0069).
+"""Time alternative forms of a transformer block's operators in ONNX Runtime.
 
 python lab/kernel_times.py --json docs/results/kernel-times-h200.json
 
-The design decisions in docs/ use these times. They are the durations of the kernels according to torch's profiler,
+docs/lab/choices.md has these times. They are the durations of the kernels according to torch's profiler,
 without the time that the host needs to launch them.
 """
 

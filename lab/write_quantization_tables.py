@@ -1,4 +1,4 @@
-"""Write the tables of trained samples in docs/how-to/quantize.md from the records of measure_quantization.py on GPUs.
+"""Write the tables of trained samples in docs/lab/quantization.md from the records of measure_quantization.py on GPUs.
 
 A table has the rows of all records of its pipeline, the record with the most types first. Below it is a line
 for each further record, with its own times of the types that are not quantized.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = _DOCS / "how-to" / "quantize.md"
+PAGE = _DOCS / "lab" / "quantization.md"
 RESULTS = _DOCS / "results"
 
 _PIPELINES = ("shapes", "shapes-dit")

@@ -18,7 +18,7 @@ import importlib
 import posixpath
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-__all__ = ["DECISION_STATUSES", "GENERATED", "Decision", "main", "on_config", "on_files", "on_page_markdown"]
+__all__ = ["GENERATED", "Decision", "main", "on_config", "on_files", "on_page_markdown"]
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 DECISIONS = DOCS / "decisions"
-
-DECISION_STATUSES = ("accepted", "superseded")
 
 _ROOT_PAGES = {
     "index.md": "README.md",
@@ -50,10 +48,11 @@ _INDEX_INTRO = """# Decisions
 Each record states one decision, the reason, the measurements behind it, and the alternatives that were rejected. The
 pages under Explanation describe the design that results. Numbers are ids and follow no order of time or importance.
 
-A new record is a file `docs/decisions/NNNN-title.md` with the next free number. Its front matter holds `date`,
-`status` and `subject` (a heading of this page), its heading says in the imperative what was decided, and its body has
-the paragraphs **Decision**, **Why** and, where they exist, **Measured** and **Alternatives**. A decision that is
-replaced keeps its record: its status becomes `superseded`, and `superseded_by` names the number of the new record.
+A new record is a file `docs/decisions/NNNN-title.md` with the next number; those of deleted records are not used again.
+Its front matter holds `date` and `subject` (a heading of this page), its heading says in the imperative what was
+decided, and its body has the paragraphs **Decision**, **Why** and, where they exist, **Measured** and **Alternatives**.
+A decision that is replaced is deleted; the new record says what it replaces. The reason for a choice of one function is
+in its docstring.
 """
 
 
@@ -84,18 +83,14 @@ class Decision:
         number: its number.
         title: what was decided, as an imperative.
         date: day of the decision, YYYY-MM-DD.
-        status: one of `DECISION_STATUSES`.
         subject: heading of the index that lists the record.
-        superseded_by: number of the record that replaces this one; None while it is accepted.
     """
 
     file: str
     number: int
     title: str
     date: str
-    status: str
     subject: str
-    superseded_by: int | None = None
 
 
 def read_decision(path: Path) -> Decision:
@@ -109,21 +104,9 @@ def read_decision(path: Path) -> Decision:
     if match is None or number is None:
         raise ValueError(f"{path} has no front matter, no heading, or is not named NNNN-title.md")
     fields = dict(line.split(": ", 1) for line in match[1].splitlines())
-    unknown = fields.keys() ^ {"date", "status", "subject"} - {"superseded_by"}
-    if unknown - {"superseded_by"} or fields["status"] not in DECISION_STATUSES:
-        raise ValueError(f"{path} needs date, subject, and a status of {', '.join(DECISION_STATUSES)}: {fields}")
-    if (fields["status"] == "superseded") != ("superseded_by" in fields):
-        raise ValueError(f"{path}: superseded_by belongs to a superseded record, and only to one")
-    following = fields.get("superseded_by")
-    return Decision(
-        path.name,
-        int(number[1]),
-        match[2],
-        fields["date"],
-        fields["status"],
-        fields["subject"],
-        None if following is None else int(following),
-    )
+    if not {"date", "subject"} <= fields.keys():
+        raise ValueError(f"{path} needs date and subject: {fields}")
+    return Decision(path.name, int(number[1]), match[2], fields["date"], fields["subject"])
 
 
 def read_decisions() -> list[Decision]:
@@ -136,20 +119,13 @@ def decision_index() -> str:
     records = read_decisions()
     lines = [_INDEX_INTRO]
     for subject in dict.fromkeys(record.subject for record in records):
-        lines += [f"## {subject}", "", "| No. | Decision | Date | Status |", "| ---: | --- | --- | --- |"]
+        lines += [f"## {subject}", "", "| No. | Decision | Date |", "| ---: | --- | --- |"]
         for record in records:
             if record.subject == subject:
                 link = f"[{record.title}]({record.file})"
-                lines.append(f"| {record.number} | {link} | {record.date} | {_status(record, records)} |")
+                lines.append(f"| {record.number} | {link} | {record.date} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _status(record: Decision, records: Sequence[Decision]) -> str:
-    if record.superseded_by is None:
-        return record.status
-    following = next(each for each in records if each.number == record.superseded_by)
-    return f"superseded by [{following.number}]({following.file})"
 
 
 def command_line() -> str:
@@ -281,12 +257,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Show the date, the subject and the status of a decision below its heading."""
-    path = DECISIONS / Path(page.file.src_uri).name
-    if not re.match(r"decisions/\d", page.file.src_uri):
+    """Show the date and the subject of a decision below its heading, and leave decisions out of the search."""
+    if not page.file.src_uri.startswith("decisions/"):
         return markdown
-    record = read_decision(path)
-    status = f"{record.number:04d} · {record.date} · {record.subject} · {_status(record, read_decisions())}"
+    page.meta["search"] = {"exclude": True}
+    if page.file.name == "index":
+        return markdown
+    record = read_decision(DECISIONS / Path(page.file.src_uri).name)
+    status = f"{record.number:04d} · {record.date} · {record.subject}"
     heading, rest = markdown.split("\n", 1)
     return f"{heading}\n\n<p class='decision-status' markdown>{status}</p>\n{rest}"
 

@@ -4,7 +4,8 @@
 #   SDONNX_VENV   where the environment is (default: .venv in the project)
 #
 # A machine whose driver runs CUDA 13 gets the `cuda` extra, any other `cpu`; an environment stays what it was made
-# as. Without a GPU, PyTorch's CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL to its index (docs/decisions/0004).
+# as. Without a GPU, PyTorch's CPU build saves gigabytes: set PIP_EXTRA_INDEX_URL to its index.
+# No index is named here, so that the scripts work behind a mirror.
 # `cuda` compiles our own kernels; where that fails, they are left out (docs/decisions/0141).
 
 project="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,9 +1,9 @@
 """Write the benchmark's report from records of `--json`, and optionally a picture of its top.
 
-The picture of docs/benchmarks.md:
+The picture of docs/lab/benchmarks.md:
 
     python scripts/write_report.py docs/results/benchmark-sd15-h200.json --commit c6925bb --height 512 -b 1 \
-        -o report.html --picture docs/report.png
+        -o report.html --picture docs/lab/report.png
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from sdonnx.cli.command_line import COMMANDS, CommandParser
 
 ROOT = Path(__file__).resolve().parent.parent
 # Records of what was decided, of the past, and pages that quote commands as they were measured.
-HISTORICAL = {"docs/benchmarks.md", "CHANGELOG.md"}
+HISTORICAL = {"docs/lab/benchmarks.md", "CHANGELOG.md"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *(ROOT / "docs").rglob("*.md"))
@@ -67,7 +67,7 @@ def test_every_block_is_found() -> None:
     """A block in a form that `blocks` does not know would not be checked."""
     for page, text in CURRENT.items():
         assert 2 * len(_BLOCK.findall(text)) == len(re.findall("```", text)), page
-    assert {"docs/exporters.md", "docs/contributing/add-a-kernel.md"} <= {page for page, _ in blocks("sh", "bash")}
+    assert {"docs/lab/exporters.md", "docs/contributing/add-a-kernel.md"} <= {page for page, _ in blocks("sh", "bash")}
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))

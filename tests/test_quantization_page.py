@@ -1,4 +1,4 @@
-"""The tables of quantization types in docs/how-to/quantize.md agree with the records in docs/results."""
+"""The tables of quantization types in docs/lab/quantization.md agree with the records in docs/results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Place the large weights of a graph in one block of a GPU's memory.
 
-ONNX Runtime allocates each weight by itself, and CUDA gives an allocation of 1 MiB or more whole pages of 2 MiB
-(docs/decisions/0195-place-weights-in-one-block.md).
+ONNX Runtime allocates each weight by itself, and CUDA gives an allocation of 1 MiB or more whole pages of 2 MiB:
+175 MB are unused in the 165 large weights of Stable Diffusion 1.5's UNet. Weights in 8 bits stay ONNX Runtime's, which
+accepts no float8 by DLPack.
 """
 
 from __future__ import annotations

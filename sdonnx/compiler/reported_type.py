@@ -2,7 +2,8 @@
 
 diffusers' pipelines convert an autoencoder in float16 with `force_upcast` in its configuration to float32 for each
 image, because its values exceed float16's range in torch. A graph scales these values, so only the type that the
-drop-in reports changes (docs/decisions/0180-convert-only-the-reported-type.md).
+drop-in reports changes. `force_upcast` stays true: without it, diffusers would sample the encoder's noise in float16,
+and image to image would get other images from the same seed.
 """
 
 from __future__ import annotations

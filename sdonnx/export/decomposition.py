@@ -1,8 +1,8 @@
 """Programs of torch.export that torch.onnx can translate without a decomposition.
 
 torch.onnx.export decomposes every program first, which traces the module two more times: 40 s for the UNet of Stable
-Diffusion XL on two cores. Programs of UNets, autoencoders and CLIP consist of operators that it translates as they are
-(docs/decisions/0191-translate-programs-as-they-are.md).
+Diffusion XL on two cores. Programs of UNets, autoencoders and CLIP consist of operators that it translates as they are.
+torch.onnx has no option for it, so the program's `run_decompositions` is replaced.
 """
 
 from __future__ import annotations

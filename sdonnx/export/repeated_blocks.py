@@ -1,7 +1,8 @@
 """Trace a network with a few of its equal transformer blocks, and repeat those in the graph.
 
 The UNet of Stable Diffusion XL has 70 transformer blocks in 11 lists. torch traces each block anew, and most of the
-time of an export passes there (docs/decisions/0192-trace-equal-blocks-once.md).
+time of an export passes there. Three equal blocks show everything: the first also computes what all blocks share, and
+how the third reads the second shows how a fourth reads the third. Without repetition, compiling takes a third longer.
 """
 
 from __future__ import annotations

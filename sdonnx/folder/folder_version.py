@@ -91,7 +91,8 @@ FORMAT = 2
 # Folders of the first versions have no format.
 _UNNUMBERED = 0
 
-# The first generation of GPUs on which attention is fastest unpacked (docs/decisions/0094, measured on an H200).
+# The first generation of GPUs on which attention is fastest unpacked (measured on an H200). No other
+# property of the GPU changes a folder.
 _UNPACKED_FROM = (9, 0)
 
 _WORD = re.compile(r"[\w.:*,/=-]+")

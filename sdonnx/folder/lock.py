@@ -99,6 +99,7 @@ def lock_file(path: Path, *, wait_s: float) -> Iterator[bool]:
     # Imported here because it takes 40 ms, which the first image would wait for: a run that only reads needs no lock.
     from filelock import FileLock
 
+    # A soft lock, a file whose existence is the lock, would remain after a kill and lock the folder for ever.
     lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)
     try:
         lock.acquire()

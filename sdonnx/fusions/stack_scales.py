@@ -19,7 +19,7 @@ __all__ = ["stack_scales"]
 
 _FLOAT = ir.DataType.FLOAT
 
-_MAX_STACK = 32  # inputs and outputs: ONNX Runtime's kernels copy longer lists of addresses (docs/decisions/0064)
+_MAX_STACK = 32  # inputs and outputs: ONNX Runtime's kernels copy longer lists of addresses from the host
 
 
 def stack_scales(model: ir.Model) -> int:

@@ -50,7 +50,7 @@ def test_committed_records_are_read(path: Path) -> None:
 
 
 def test_report_of_the_documentation(tmp_path: Path) -> None:
-    """The picture in docs/benchmarks.md shows the numbers of a row of its table."""
+    """The picture in docs/lab/benchmarks.md shows the numbers of a row of its table."""
     script = [sys.executable, str(ROOT / "scripts" / "write_report.py"), str(RECORDS / "benchmark-sd15-h200.json")]
     options = ["--commit", "c6925bb", "--height", "512", "-b", "1", "-o", "report.html"]
     subprocess.run([*script, *options], cwd=tmp_path, check=True)
@@ -59,7 +59,7 @@ def test_report_of_the_documentation(tmp_path: Path) -> None:
     result = re.search('<p class="result">(.*?)</p>', page)
     assert result is not None
     assert html.unescape(result[1]) == "sdonnx generates an image in 0.316 s, 1.25 times as fast as torch.compile."
-    rows = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "lab" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
     assert any("sdonnx | **0.316**" in row for row in rows)
     assert any("torch-compile | 0.395 (1.25x)" in row for row in rows)
     options[1] = "no such commit"

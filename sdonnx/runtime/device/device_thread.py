@@ -125,7 +125,7 @@ def _owners() -> weakref.WeakSet[object]:
 
 RESERVED_BYTES = 2**28
 """Size of the block: about the scratch memory of a UNet for an image of 512x512, and less than half of what a decoder
-needs for it (docs/decisions/0196-reserve-scratch-memory.md)."""
+needs for it. Stable Diffusion 1.5 takes 264 MB in 50 pieces for the UNet, and 604 MB in six for the decoder."""
 
 _GRAPH = Path(__file__).with_name("one_block.onnx")  # of scripts/write_runtime_graphs.py
 
@@ -135,7 +135,7 @@ def reserve_scratch(device: Device) -> None:
 
     The arena allocates as much as each tensor needs, and never joins allocations. Without the block, the first graph
     that runs leaves many small ones, and none of them can hold a tensor of the decoder. It divides the block among the
-    tensors of all graphs (docs/decisions/0196-reserve-scratch-memory.md).
+    tensors of all graphs. ONNX Runtime's default, doubling allocations, would take up to twice the memory in use.
 
     Nothing is reserved on the CPU, or if memory is short.
     """

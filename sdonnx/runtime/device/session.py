@@ -111,7 +111,7 @@ def _provider_options(device: Device, capture: bool, tf32: bool, settings: Sessi
         "enable_cuda_graph": "1" if capture else "0",
         "user_compute_stream": str(cuda(device.index).stream),
         # cuDNN's heuristics in mode A. Mode B, which ONNX Runtime calls EXHAUSTIVE, takes seconds longer to start and
-        # chooses a plan for the VAE decoder that is ten times slower (docs/decisions/0028).
+        # chooses a plan for the VAE decoder that is ten times slower: 95.9 ms instead of 9.6, on an H200.
         "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": "1" if tf32 else "0",
         **given,

@@ -196,6 +196,7 @@ class DiffusersInterface(MemoryOptions, LoraInterface):
 
     def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
         """Return a progress bar of tqdm with the options of `set_progress_bar_config`."""
+        # tqdm and not rich, which the commands use: its arguments are the interface of `set_progress_bar_config`.
         from tqdm.auto import tqdm
 
         return tqdm(iterable, **{"total": total, "disable": None, **self._progress})
