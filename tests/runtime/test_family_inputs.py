@@ -10,16 +10,15 @@ from support.pipelines import refused
 
 from sdonnx.errors import OptionError, PromptError, SdonnxError
 from sdonnx.models.registry import FAMILIES
-from sdonnx.runtime.inputs import ip_adapter_inputs
 from sdonnx.runtime.inputs.call_arguments import CallReader
-from sdonnx.runtime.inputs.conditioning import ArgumentGroup
+from sdonnx.runtime.inputs.conditioning import IP_ADAPTER_ARGUMENTS, ArgumentGroup
 from sdonnx.runtime.inputs.control_inputs import ADAPTER_ARGUMENTS, CONTROL_ARGUMENTS
 from sdonnx.runtime.inputs.pipeline_inputs import FAMILY_INPUTS
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 GROUPS = [
     *(group for each in FAMILY_INPUTS.values() for group in each.ARGUMENTS),
-    ip_adapter_inputs.ARGUMENTS,
+    IP_ADAPTER_ARGUMENTS,
     CONTROL_ARGUMENTS,
     ADAPTER_ARGUMENTS,
 ]

@@ -29,7 +29,6 @@ from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.operator_table import SDONNX_CONTRACTS
-from sdonnx.runtime import pipeline as runtime_pipeline
 from sdonnx.runtime.device import kernel_choice, session
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_choice import KernelChoice, choose_kernels
@@ -268,7 +267,7 @@ def test_pipeline_warns_its_caller_and_follows_the_choice(micro_cpu: Path, monke
         loaded.append(settings.provider_options)
         return {}  # the CPU provider has no such options
 
-    monkeypatch.setattr(runtime_pipeline, "choose_kernels", choose)
+    monkeypatch.setattr(kernel_choice, "choose_kernels", choose)
     monkeypatch.setattr(session, "_provider_options", options)
     given = {"c": "mine"}
     with (
