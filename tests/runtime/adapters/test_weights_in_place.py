@@ -36,11 +36,6 @@ from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.device.weights_in_place import Probe, probe_of
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 CPU = Device("cpu")
 
 
