@@ -16,20 +16,12 @@ PACKAGE = Path(sdonnx.__file__).parent
 ROOMS = ("models/", "export/", "runtime/inputs/", "sample/")
 
 # Matches a family's name with the identifier, flag or file name around it.
-_NAME = re.compile(
-    r"[\w-]*(?:pixart|sdxl|stable[\s_-]*diffusion[\s_-]*xl|ip[-_]adapter)[\w-]*",
-    re.IGNORECASE,
-)
+_NAME = re.compile(r"[\w-]*(?:pixart|sdxl|stable[\s_-]*diffusion[\s_-]*xl|ip[-_]adapter)[\w-]*", re.IGNORECASE)
 
 # Public names that other modules need, by file.
 ALLOWED: Mapping[str, set[str]] = {
     # Arguments and methods of diffusers' pipelines, which `OrtDiffusionPipeline` shares.
-    "runtime/pipeline.py": {
-        "ip_adapter_image",
-        "ip_adapter_image_embeds",
-        "ip_adapter_scale",
-        "set_ip_adapter_scale",
-    },
+    "runtime/pipeline.py": {"ip_adapter_image", "ip_adapter_image_embeds", "ip_adapter_scale", "set_ip_adapter_scale"},
     "runtime/pipeline_base.py": {"IP-Adapters", "ip_adapter_image", "ip_adapter_scale", "set_ip_adapter_scale"},
     # Fields of requests are those arguments.
     "serve/conditioning_images.py": {"IP-Adapter", "ip_adapter_image", "ip_adapter_scale"},

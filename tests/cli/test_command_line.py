@@ -148,12 +148,7 @@ def test_verbosity(
     captured = capsys.readouterr()
     assert captured.out == (f"wrote {tmp_path}\n" if shown else "")
     more = ["warning: warning"] if shown else []
-    assert captured.err.splitlines() == [
-        *logged,
-        *more,
-        "error: error",
-        *(["warning: of Python"] if shown else []),
-    ]
+    assert captured.err.splitlines() == [*logged, *more, "error: error", *(["warning: of Python"] if shown else [])]
     assert logging.getLogger("sdonnx").handlers == []
 
 

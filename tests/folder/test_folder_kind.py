@@ -58,11 +58,7 @@ def test_single_file_checkpoints(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("class_name", "similar"),
-    [
-        ("StableDiffusion3Pipeline", "StableDiffusionPipeline"),
-        ("FluxPipeline", ""),
-    ],
+    ("class_name", "similar"), [("StableDiffusion3Pipeline", "StableDiffusionPipeline"), ("FluxPipeline", "")]
 )
 def test_unsupported_pipelines(class_name: str, similar: str, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": class_name}))

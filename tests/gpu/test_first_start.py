@@ -90,11 +90,7 @@ def load_into_page_cache(folder: Path) -> None:
 
 
 def started(
-    folder: Path,
-    steps: int,
-    scheduler: str,
-    cache: Path,
-    variables: Mapping[str, str] = MappingProxyType({}),
+    folder: Path, steps: int, scheduler: str, cache: Path, variables: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Generate two images in a new process, and return what `PROGRAM` prints.
 

@@ -571,10 +571,7 @@ def test_weights_beyond_float16_are_refused(pipelines: PipelineCache, tmp_path: 
     tensors = load_file(source / "ip_adapter" / ADAPTER_FILES[0])
     save_file(tensors | {"image_proj.norm.bias": torch.full((128,), 1e6)}, large)
     given: dict[str, Any] = {"ip_adapters": [large], "image_encoder": source / "ip_adapter" / "image_encoder"}
-    with (
-        refused(WeightsError, "large.safetensors", "1e+06", "float32"),
-        pipelines.reusing_components(source, [large]),
-    ):
+    with refused(WeightsError, "large.safetensors", "1e+06", "float32"), pipelines.reusing_components(source, [large]):
         export_pipeline(source, tmp_path / "out", dtype="float16", **given)
     assert not (tmp_path / "out").exists()
 

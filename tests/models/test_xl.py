@@ -16,7 +16,7 @@ import torch
 from support import drawing
 from support.diffusers_pipelines import task_of
 from support.pipeline_cache import PipelineCache
-from support.pipelines import edit_json, linked, refused, session
+from support.pipelines import copied, edit_json, linked, refused, session
 
 from sdonnx.compose.compose_component import compose_component
 from sdonnx.errors import FolderError, OptionError, PromptError
@@ -150,7 +150,7 @@ def test_float16_export_of_an_autoencoder_in_float32(pipelines: PipelineCache, t
 
 @pytest.mark.parametrize(("upcast", "scale"), [(True, 2.0**-7), (False, 1.0)])
 def test_overflowing_autoencoder_is_scaled(upcast: bool, scale: float, base: Pair, tmp_path: Path) -> None:
-    folder = linked(base.exported, tmp_path / "onnx")
+    folder = copied(base.exported, tmp_path / "onnx")
     for component in ("vae_encoder", "vae_decoder"):
         edit_json(folder / component / "config.json", force_upcast=upcast)
     report = optimize_folder(folder, tmp_path / "fused", float16=True).components

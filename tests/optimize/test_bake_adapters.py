@@ -34,11 +34,6 @@ ENCODERS = {"tiny": ["text_encoder"], "sdxl-tiny": ["text_encoder", "text_encode
 # Weights in float16, relative to the largest: both round once, from float32.
 ROUNDING = 1e-3
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("sdxl-tiny", marks=pytest.mark.weekly)])
 def arch(request: pytest.FixtureRequest) -> Any:

@@ -149,16 +149,10 @@ def test_fused_components_agree_with_torch(fused: Path, in_torch: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "names",
-    weekly([*([name] for name in EMITTING), list(FLAGS)], ["attention"], list(FLAGS), ids=[*EMITTING, "all"]),
+    "names", weekly([*([name] for name in EMITTING), list(FLAGS)], ["attention"], list(FLAGS), ids=[*EMITTING, "all"])
 )
 def test_disabled_fusion_is_left_out(
-    names: list[str],
-    exported: Path,
-    fused: Path,
-    in_torch: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    names: list[str], exported: Path, fused: Path, in_torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     flags = [FLAGS[name].option for name in names]

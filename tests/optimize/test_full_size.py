@@ -71,10 +71,7 @@ print(json.dumps({
 """
 
 # Convolutions of the published UNets; pointwise ones become matrix products.
-COUNTS = {
-    "sd15": {"NhwcConv": 52, "pointwise": 46},
-    "sd21": {"NhwcConv": 52, "pointwise": 14},
-}
+COUNTS = {"sd15": {"NhwcConv": 52, "pointwise": 46}, "sd21": {"NhwcConv": 52, "pointwise": 14}}
 
 
 # Pointwise convolutions of SDXL, which become matrix products: the shortcuts of blocks that change the channels.

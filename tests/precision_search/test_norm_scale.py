@@ -74,11 +74,7 @@ def test_factor_leaves_a_margin(most: float, largest: float, scale: float, tmp_p
     ],
 )
 def test_factor_of_the_search(
-    spec: ComponentSpec,
-    config: dict[str, bool],
-    requested: float | None,
-    expected: float | None,
-    tmp_path: Path,
+    spec: ComponentSpec, config: dict[str, bool], requested: float | None, expected: float | None, tmp_path: Path
 ) -> None:
     found = searched_scale(component(tmp_path, 3e4), spec, config, PrecisionPolicy(norm_scale=requested))
     assert (None if found is None else found[0]) == expected

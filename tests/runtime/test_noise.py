@@ -60,10 +60,7 @@ def test_any_seed_and_shapes(seed: int, shapes: list[tuple[int, ...]]) -> None:
 
 
 def test_numpy_integers_are_seeds() -> None:
-    np.testing.assert_array_equal(
-        TorchCpuGenerator(np.int64(-3)).randn((20,)),
-        TorchCpuGenerator(-3).randn((20,)),
-    )
+    np.testing.assert_array_equal(TorchCpuGenerator(np.int64(-3)).randn((20,)), TorchCpuGenerator(-3).randn((20,)))
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.0, "1", None, True, math.nan])

@@ -42,12 +42,7 @@ Array = npt.NDArray[Any]
     ],
 )
 def test_every_sampler_generates_the_image_of_diffusers(
-    class_name: str,
-    changes: dict[str, Any],
-    eta: float,
-    guidance_scale: float,
-    ours: OrtDiffusionPipeline,
-    theirs: Any,
+    class_name: str, changes: dict[str, Any], eta: float, guidance_scale: float, ours: OrtDiffusionPipeline, theirs: Any
 ) -> None:
     switch(ours, theirs, class_name, **changes)
     assert ours.scheduler == class_name
@@ -312,10 +307,7 @@ def test_rejected_arguments(
     ran: list[int] = []
     usual: dict[str, Any] = {"prompt": "fox", "height": 64, "width": 64, "num_inference_steps": 1}
     with refused(error, *words):
-        ours(
-            **usual | arguments,
-            callback_on_step_end=lambda _, step, *__: ran.append(step),
-        )
+        ours(**usual | arguments, callback_on_step_end=lambda _, step, *__: ran.append(step))
     assert ran == []
 
 

@@ -83,11 +83,7 @@ def test_given_embeddings_are_repeated(ours: OrtDiffusionPipeline) -> None:
     ],
 )
 def test_bad_arguments_are_refused(
-    positional: tuple[Any, ...],
-    arguments: dict[str, Any],
-    error: Any,
-    words: list[str],
-    ours: OrtDiffusionPipeline,
+    positional: tuple[Any, ...], arguments: dict[str, Any], error: Any, words: list[str], ours: OrtDiffusionPipeline
 ) -> None:
     with refused(error, *words):
         ours.encode_prompt(*positional, **arguments)

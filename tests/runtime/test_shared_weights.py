@@ -69,10 +69,7 @@ def external(path: Path) -> dict[str, tuple[str, ...]]:
 def pixart(pipelines: PipelineCache) -> dict[str, Path]:
     """Return an optimized PixArt for the CPU in float32 ("cpu") and for CUDA in fp16 ("cuda")."""
     exported = pipelines.exported(pipelines.micro("pixart-alpha-tiny"))
-    return {
-        "cpu": pipelines.optimized(exported, provider="cpu"),
-        "cuda": pipelines.optimized(exported, float16=True),
-    }
+    return {"cpu": pipelines.optimized(exported, provider="cpu"), "cuda": pipelines.optimized(exported, float16=True)}
 
 
 # Choice of the weights

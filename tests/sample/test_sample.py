@@ -32,12 +32,7 @@ WEIGHTS = {
     "vae": "diffusion_pytorch_model.safetensors",
     "text_encoder": "model.safetensors",
 }
-PROMPTS = [
-    "a photo of an astronaut riding a horse on mars",
-    "",
-    "Ünïcode & 4k, it's GREAT!",
-    "the <|endoftext|> of it",
-]
+PROMPTS = ["a photo of an astronaut riding a horse on mars", "", "Ünïcode & 4k, it's GREAT!", "the <|endoftext|> of it"]
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -89,11 +84,7 @@ def test_folder_is_complete(tiny: Path, pipeline: Any) -> None:
 )
 def test_libraries_load_every_weight(tiny: Path, component: str, network_class: Any) -> None:
     network, report = network_class.from_pretrained(tiny / component, output_loading_info=True)
-    assert [list(report[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [
-        [],
-        [],
-        [],
-    ]
+    assert [list(report[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")] == [[], [], []]
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
 
 

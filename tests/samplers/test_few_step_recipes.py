@@ -7,15 +7,7 @@ from typing import Any
 
 import diffusers
 import pytest
-from support.trajectories import (
-    SD15,
-    SDXL,
-    TOLERANCE,
-    Config,
-    assert_same_timesteps,
-    our_trajectory,
-    their_trajectory,
-)
+from support.trajectories import SD15, SDXL, TOLERANCE, Config, assert_same_timesteps, our_trajectory, their_trajectory
 
 from sdonnx.samplers import CustomSchedule, config_for, plan
 

@@ -68,11 +68,7 @@ def test_samples_noise_in_the_same_calls_as_diffusers(name: str, changes: Config
 @pytest.mark.parametrize("solver", [("midpoint", 1), ("midpoint", 2), ("heun", 2), ("bh2", 2), ("midpoint", 3)])
 @pytest.mark.parametrize("algorithm_type", ["dpmsolver++", "sde-dpmsolver++"])
 def test_dpm_solver_orders(
-    algorithm_type: str,
-    solver: tuple[str, int],
-    final_sigmas_type: str,
-    lower_order_final: bool,
-    euler_at_final: bool,
+    algorithm_type: str, solver: tuple[str, int], final_sigmas_type: str, lower_order_final: bool, euler_at_final: bool
 ) -> None:
     changes = {
         "algorithm_type": algorithm_type,

@@ -7,26 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.trajectories import (
-    CLEAN,
-    NOISE,
-    SD15,
-    SHORT_NAMES,
-    Config,
-    assert_same,
-    noised,
-    scheduler_of,
-)
+from support.trajectories import CLEAN, NOISE, SD15, SHORT_NAMES, Config, assert_same, noised, scheduler_of
 
 from sdonnx.errors import OptionError
 from sdonnx.samplers import config_for, plan
 
 STRENGTHS = (0.1, 0.2, 0.3, 0.5, 0.6, 0.75, 0.8, 0.9, 0.99, 1.0)
 # Options that use more history than the defaults.
-DEEP: dict[str, Config] = {
-    "dpmsolver++": {"solver_order": 3, "lower_order_final": False},
-    "unipc": {"solver_order": 3},
-}
+DEEP: dict[str, Config] = {"dpmsolver++": {"solver_order": 3, "lower_order_final": False}, "unipc": {"solver_order": 3}}
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)

@@ -70,12 +70,7 @@ def exported(net: torch.nn.Module, *examples: torch.Tensor, dynamic: Sequence[Ma
     with warnings.catch_warnings(), torch.no_grad(), unmeasured():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            net.eval(),
-            examples,
-            dynamo=True,
-            opset_version=OPSET,
-            verbose=False,
-            dynamic_shapes=tuple(dynamic) or None,
+            net.eval(), examples, dynamo=True, opset_version=OPSET, verbose=False, dynamic_shapes=tuple(dynamic) or None
         )
     assert program is not None
     program.model.graph.opset_imports["com.microsoft"] = 1
@@ -198,11 +193,7 @@ def relative_error(found: Array, expected: Array) -> float:
 
 
 def assert_same_function(
-    model: ir.Model,
-    original: ir.Model,
-    tolerance: float = 1e-5,
-    seed: int = 0,
-    sizes: Mapping[str, int] = SIZES,
+    model: ir.Model, original: ir.Model, tolerance: float = 1e-5, seed: int = 0, sizes: Mapping[str, int] = SIZES
 ) -> None:
     """Check that two graphs have one interface and, on random inputs, one result."""
     assert interface(model) == interface(original)
@@ -265,11 +256,7 @@ def assert_refuses(model: ir.Model, rule: type[Rule], reason: str | None, commut
 
 
 def assert_walk_rule_fires(
-    model: ir.Model,
-    rule: type[WalkRule],
-    times: int = 1,
-    tolerance: float = 1e-5,
-    sizes: Mapping[str, int] = SIZES,
+    model: ir.Model, rule: type[WalkRule], times: int = 1, tolerance: float = 1e-5, sizes: Mapping[str, int] = SIZES
 ) -> ir.Model:
     """Check that a rule fires so many times, and the properties of every rule; return the rewritten graph."""
     first, second = {rule.__name__: times}, {rule.__name__: 0}

@@ -62,9 +62,7 @@ class PipelineCache:
         from sdonnx.sample.write_sample import write_sample
 
         return self._made(
-            "diffusers",
-            ["sample", _code(_SAMPLE), arch, options],
-            lambda out: write_sample(arch, out, **options),
+            "diffusers", ["sample", _code(_SAMPLE), arch, options], lambda out: write_sample(arch, out, **options)
         )
 
     def micro(self, arch: str = "tiny", **options: Any) -> Path:

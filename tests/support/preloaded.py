@@ -197,11 +197,7 @@ def _stand_for(path: str, arguments: list[str]) -> NoReturn:
     for number in _FORWARDED:  # also if SIGINT is ignored, as in background jobs of a shell
         signal.signal(number, lambda which, _: connection.send(bytes([which])) and None)
     connection.connect(path)
-    request = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-    }
+    request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
     status = int(connection.recv(16) or b"1")
     if status < 0:

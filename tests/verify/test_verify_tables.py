@@ -26,10 +26,7 @@ def test_images_are_not_among_the_components() -> None:
 def test_prompts_are_shortened_between_words() -> None:
     lines = printed(images_table(verification(passing=False)[0]), 120)
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[4:6]]
-    assert [cell[1:] for cell in cells] == [
-        ["0", "identical", "float16", "0.9900"],
-        ["0", "9.2", "float16", "0.9900"],
-    ]
+    assert [cell[1:] for cell in cells] == [["0", "identical", "float16", "0.9900"], ["0", "9.2", "float16", "0.9900"]]
     for (shown, *_), prompt in zip(cells, PROMPTS, strict=True):
         start = shown.removesuffix(" …")
         assert len(shown) <= 60

@@ -29,11 +29,7 @@ from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, about several adapters
 
 Array = npt.NDArray[Any]
 

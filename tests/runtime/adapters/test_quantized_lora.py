@@ -29,12 +29,6 @@ from sdonnx.quantization.number_formats import FORMATS
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 Array = npt.NDArray[Any]
 
 UNET = ["to_q", "to_k", "to_v", "to_out.0", "proj", "net.2", "proj_in", "proj_out", "conv1", "time_emb_proj"]

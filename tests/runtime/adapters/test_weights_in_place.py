@@ -29,11 +29,6 @@ from sdonnx.runtime.device.session import Graph
 from sdonnx.runtime.device.weight_buffers import weight_buffer
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 CPU = Device("cpu")
 
 
