@@ -17,8 +17,8 @@ from sdonnx.errors import FolderError, SdonnxError, WeightsError
 from sdonnx.export.checkpoint_weights import WeightFiles
 from sdonnx.export.component_plan import ComponentPlan, plan_component
 from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.export.ip_adapter_export import AdaptedWeights
 from sdonnx.export.ip_adapter_files import AdapterFile
-from sdonnx.export.ip_adapter_weights import AdaptedWeights
 from sdonnx.export.single_file.open_single_file import open_single_file
 from sdonnx.export.stored_tensors import StoredTensors
 from sdonnx.folder.pipeline_folder import PipelineFolder
