@@ -54,23 +54,24 @@ def test_numbers_are_those_of_the_record(row: dict[str, str]) -> None:
         assert record["environment"]["git"]["commit"].startswith(commit)
         assert record["environment"]["machine"]["gpu"]["name"].startswith("NVIDIA H100")
         assert record["environment"]["packages"]["torch"].startswith("2.11"), "footnote 1 names the version"
+        assert record["environment"]["packages"]["sdonnx"] == "0.2.0", "the text above the table names the version"
         assert record["engine"]["precision"] == "float16"
         assert record["failure"] is None
         engines[record["engine"]["name"], record["engine"]["compile_mode"]] = record
-    ours, compiled, eager = (
-        engines[key] for key in (("sdonnx-compile", None), ("torch", "reduce-overhead"), ("torch", None))
-    )
+    ours, eager = engines["sdonnx-compile", None], engines["torch", None]
+    compiled = engines.get(("torch", "reduce-overhead"))
     medians = {"sdonnx": ours, "torch.compile[^1]": compiled, "torch[^2]": eager}
-    listed = {column: f"{record['summary']['median_s']:.3f}" for column, record in medians.items()}
+    listed = {column: f"{record['summary']['median_s']:.3f}" for column, record in medians.items() if record}
     fastest = min(listed, key=lambda column: float(listed[column]))
-    assert {column: row[column] for column in medians} == listed | {fastest: f"**{listed[fastest]}**"}
+    shown = {column: row[column] for column in medians if row[column]}
+    assert shown == listed | {fastest: f"**{listed[fastest]}**"}
     assert row["first image: sdonnx"] == first_image(ours)
     assert row["first image: torch.compile"] == first_image(compiled)
 
 
 def first_image(record: Any) -> str:
     """Return the seconds to the first image of a second process, from the loaded pipeline on; "" if not measured."""
-    row = record["row"]
+    row = {} if record is None else record["row"]
     if row.get("cached_first_image_s") is None:
         return ""
     return f"{row['cached_first_image_s'] - row['cached_pipeline_load_s']:.1f}"
