@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +17,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["AdapterTensors", "checked", "read_tensors"]
+__all__ = ["checked", "read_tensors"]
 
 Array = npt.NDArray[Any]
 
@@ -36,21 +34,10 @@ _LENGTH_BYTES = 8  # little-endian length of the header, before the header
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "BOOL": "u1"}
 
 
-@dataclass(frozen=True)
-class AdapterTensors:
-    """Content of a file of tensors.
+def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return the tensors of a safetensors file by key, and its metadata.
 
-    Attributes:
-        tensors: the tensors by key: float16 as stored, any other type converted to float32. All values are finite.
-        metadata: the file's metadata.
-    """
-
-    tensors: Mapping[str, Array]
-    metadata: Mapping[str, str]
-
-
-def read_tensors(path: Path) -> AdapterTensors:
-    """Return the content of a safetensors file.
+    Tensors are float16 as stored, and any other type converted to float32. All values are finite.
 
     Raises:
         WeightsError: the file is missing, is no safetensors file, exceeds a limit or has values that are not finite.
@@ -66,7 +53,7 @@ def read_tensors(path: Path) -> AdapterTensors:
         raise _broken(path, str(error)) from error
 
 
-def _read(path: Path, file: BinaryIO) -> AdapterTensors:
+def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Array], dict[str, str]]:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -98,7 +85,7 @@ def _read(path: Path, file: BinaryIO) -> AdapterTensors:
         stored = np.frombuffer(data, _TYPES[kind]).reshape(entry["shape"])
         wide = (stored.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else stored
         tensors[key] = checked(path, key, wide)
-    return AdapterTensors(tensors, metadata)
+    return tensors, metadata
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

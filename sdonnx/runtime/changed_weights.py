@@ -147,12 +147,14 @@ class ChangedWeights:
         with self._lock:
             self._graphs[component].add(path.name)
             buffers = self._buffers.setdefault(component, {})
-            new = {name for name, entry in entries.items() if entry.in_place} - buffers.keys()
-            for name in sorted(new):
-                values = changed.values[name] if name in changed.values else changed.table.base(name)
-                buffers[name] = weight_buffer(values, self._device, entries[name].dtype)
+            made: dict[str, OrtValue] = {}  # kept only when all are complete
+            for name, entry in entries.items():
+                if entry.in_place and name not in buffers:
+                    values = changed.values[name] if name in changed.values else changed.table.base(name)
+                    made[name] = weight_buffer(values, self._device, entry.dtype)
             with self._device.recording():  # the kernel uses the stream of all graphs
-                self._products.compute(changed, new & changed.on_device, buffers)
+                self._products.compute(changed, made.keys() & changed.on_device, made)
+            buffers |= made
             return found | {name: buffers[name] for name in buffers.keys() & entries.keys()}
 
     def injected(self, path: Path) -> dict[str, OrtValue]:

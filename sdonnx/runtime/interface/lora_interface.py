@@ -14,7 +14,7 @@ import numpy as np
 
 from sdonnx.errors import OptionError
 from sdonnx.lora.adapter_file import AdapterFile, adapter_from_tensors, read_adapter
-from sdonnx.lora.adapter_tensors import AdapterTensors, checked
+from sdonnx.lora.adapter_tensors import checked
 from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters, warn_of_unknown_keys
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
@@ -394,7 +394,7 @@ def _read_source(
         return source
     if isinstance(source, Mapping):
         tensors = {str(key): _tensor(str(key), value) for key, value in source.items()}
-        return adapter_from_tensors(_IN_MEMORY, AdapterTensors(tensors, {}), names)
+        return adapter_from_tensors(_IN_MEMORY, tensors, {}, names)
     if not isinstance(source, str | Path):
         raise OptionError(
             f"a LoRA of the type {type(source).__name__}",
