@@ -21,11 +21,10 @@ declares their files, inputs and outputs:
 from __future__ import annotations
 
 from sdonnx.compose.absorption import absorb_projections
-from sdonnx.compose.compose_component import ControlPlan, compose_component
+from sdonnx.compose.compose_component import ControlPlan, compose_component, shared_weights
 from sdonnx.compose.image_prompt_encoder import compose_image_prompt_encoder, compose_image_prompt_projection
 from sdonnx.compose.precompute import hoist_step_invariants
 from sdonnx.compose.safety_check import compose_safety_check
-from sdonnx.compose.shared_weights import shared_weights
 from sdonnx.compose.step import compose_step
 from sdonnx.compose.text import compose_second_text, compose_text
 from sdonnx.compose.vae import compose_decode, compose_encode

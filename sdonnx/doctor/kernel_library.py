@@ -36,7 +36,7 @@ KERNEL_LIBRARY = "SDONNX_KERNELS"
 
 TRIED_VERSIONS = ("1.31.1",)
 """The versions of ONNX Runtime that were tried: with the slots of kernels/src/ort_abi.h, and writing weights where
-sessions read them (`sdonnx.runtime.changed_weights`)."""
+sessions read them (`sdonnx.runtime.device.session_weights`)."""
 
 OPERATORS = 13
 """The version of the operators' contracts; it changes with their inputs, outputs and attributes."""

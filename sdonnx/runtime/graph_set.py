@@ -20,11 +20,10 @@ from sdonnx.folder.version import read_report
 from sdonnx.lora.changed_component import ChangedComponent
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
-from sdonnx.runtime.changed_weights import ChangedWeights
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import ChangedWeights, load_shared_weights
 
 __all__ = ["OFFLOAD", "GraphSet", "LowMemory", "Observer", "require_low_memory"]
 

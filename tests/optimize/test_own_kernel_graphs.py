@@ -30,7 +30,7 @@ from sdonnx.operators.lowering import LowerContribOperators
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.optimize.request import OptimizeRequest
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import load_shared_weights
 
 
 @pytest.fixture(scope="module")
