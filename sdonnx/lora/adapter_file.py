@@ -26,6 +26,7 @@ PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _FILES_OF_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 _SHOWN_KEYS = 3
+_DIFFUSERS_BLOCKS = ("down_blocks_", "mid_block_", "up_blocks_")
 _DIMENSIONS_OF_BOFT = 4  # of LyCORIS's oft_blocks; OFT has 3
 
 
@@ -127,7 +128,7 @@ def _grouped(
     """
     parsed = {key: found for key in content if (found := parse_key(key)) is not None}
     of_unet = [found.module for found in parsed.values() if found.component == "unet"]
-    has_both = any(map(is_original_block, of_unet)) and any(map(_is_diffusers_block, of_unet))
+    has_both = any(map(is_original_block, of_unet)) and any(flat.startswith(_DIFFUSERS_BLOCKS) for flat in of_unet)
     modules: dict[tuple[str, str], Tensors] = {}
     used, unknown, parts = [], [], dict[str, str]()
     for key, tensor in content.items():
@@ -171,10 +172,6 @@ def _refuse_parts(path: Path, parts: Mapping[str, str], content: Tensors) -> NoR
     found = f"{path} has {key}, " + (f"a tensor of {method}" if method else "an unknown tensor of a layer of the model")
     remedy = f"{method} is not supported; use another adapter" if method else "use another adapter"
     raise WeightsError(found, "LoRA, LoHa, LoKr, DoRA or differences of weights", remedy)
-
-
-def _is_diffusers_block(flat: str) -> bool:
-    return flat.startswith(("down_blocks_", "mid_block_", "up_blocks_"))
 
 
 def _default_text_encoder(path: Path) -> str:
