@@ -22,7 +22,7 @@ from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import ChangedWeights, load_shared_weights
 
 if TYPE_CHECKING:
     from sdonnx.lora.changed_component import ChangedComponent
@@ -87,7 +87,6 @@ class GraphSet:
         settings: SessionSettings,
         low_memory: LowMemory,
     ) -> None:
-        from sdonnx.runtime.changed_weights import ChangedWeights
 
         self.folder, self.family, self.device, self._settings = folder, family, device, settings
         self.observer: Observer | None = None

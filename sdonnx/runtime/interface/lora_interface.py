@@ -28,7 +28,7 @@ class LoraInterface(PipelineBase):
 
     Adapters are part of the weights, so that a step takes no longer, and changes are computed from the weights of the
     folder, so that an image after a change back is the same bit for bit. A change loads graphs again, unless it can be
-    made in the memory that they read (`sdonnx.runtime.changed_weights`).
+    made in the memory that they read (`sdonnx.runtime.device.session_weights`).
     """
 
     @property

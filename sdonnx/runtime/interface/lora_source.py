@@ -11,7 +11,7 @@ import numpy as np
 
 from sdonnx.errors import OptionError
 from sdonnx.lora.adapter_file import AdapterFile, adapter_from_tensors, read_adapter
-from sdonnx.lora.adapter_tensors import AdapterTensors, checked
+from sdonnx.lora.adapter_tensors import checked
 from sdonnx.runtime.interface.hub import download_lora, is_hub_id
 
 __all__ = ["read_lora_source"]
@@ -45,7 +45,7 @@ def read_lora_source(
         return source
     if isinstance(source, Mapping):
         tensors = {str(key): _tensor(str(key), value) for key, value in source.items()}
-        return adapter_from_tensors(_IN_MEMORY, AdapterTensors(tensors, {}), names)
+        return adapter_from_tensors(_IN_MEMORY, tensors, {}, names)
     if not isinstance(source, str | Path):
         raise OptionError(
             f"a LoRA of the type {type(source).__name__}",
