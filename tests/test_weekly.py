@@ -32,18 +32,13 @@ def test_every_test_that_ci_leaves_out_has_a_step(weekly: Any, weekly_tests: fro
     assert sorted(files - set(names)) == []
 
 
-def test_recorded_steps_passed(weekly: Any) -> None:
+def test_recorded_steps_passed(weekly: Any, weekly_tests: frozenset[str]) -> None:
     records = weekly.read_record(weekly.RECORD)
     names = {step.name for step in weekly.steps()}
     assert [name for name, record in records.items() if record["outcome"] != "passed" or name not in names] == []
     skipped = [test for record in records.values() for test, count in record.get("tests", {}).items() if not count]
-    assert [test for test in skipped if exists(test)] == [], "only skipped"
-
-
-def exists(test: str) -> bool:
-    """Return whether a recorded test is still in its file."""
-    file, _, function = test.partition("::")
-    return f"def {function}(" in (ROOT / file).read_text(encoding="utf-8") or function.startswith("tests.")
+    # A skipped file has the name of its module instead of a test's. CI may run a recorded test by now.
+    assert [test for test in skipped if test in weekly_tests or "::tests." in test] == [], "only skipped"
 
 
 def test_every_mutation_has_one_place(weekly: Any) -> None:
