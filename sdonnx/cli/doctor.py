@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -24,17 +25,12 @@ from sdonnx.doctor.check_kernels import (
     OWN_KERNEL_CASES_FILE,
     CaseResult,
     compare,
-    faults_of,
     kernel_opener,
     read_kernel_cases,
-    report_of,
-    result_as_json,
-    summarize,
 )
 from sdonnx.doctor.environment import Facts, Finding, collect_facts, default_provider, findings
 from sdonnx.doctor.first_check import machine_of, store_results
-from sdonnx.doctor.kernel_library import KernelLibrary, usable_library
-from sdonnx.doctor.kernel_trust import is_trusted, sdpa_kernel
+from sdonnx.doctor.kernel_library import KernelLibrary, is_trusted, sdpa_kernel, usable_library
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.operators.kernel_case import TOLERANCE
 from sdonnx.terminal import add_common, console, progress_bar
@@ -42,7 +38,7 @@ from sdonnx.terminal import add_common, console, progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "faults_of", "faulty_backends", "report_of", "run", "summarize"]
 
 _UNSOUND = 1
 _MAX_FAULTS_SHOWN = 8
@@ -153,7 +149,7 @@ def _check_cpu(report: dict[str, Any]) -> bool:
     _print_faults(faults)
     correct = len(results) - len(faults)
     console().print(f"{correct} of {len(results)} kernel cases correct, {time.monotonic() - start:.1f} s")
-    report["cases"] = [result_as_json(result) for result in results]
+    report["cases"] = [_as_json(result) for result in results]
     return not faults
 
 
@@ -182,7 +178,7 @@ def _check_gpu(options: argparse.Namespace, library: KernelLibrary | None, repor
     found = report_of(machine, results, not options.quick, time.monotonic() - start)
     _print_results(found, results, cases.flags, library)
     if library is None:
-        report["cases"] = [result_as_json(result) for result in results]
+        report["cases"] = [_as_json(result) for result in results]
     report["verdict" if library is None else "own_kernels"] = found
     return not found["faults"]
 
@@ -197,6 +193,69 @@ def _check_own_kernels(options: argparse.Namespace, facts: Facts, report: dict[s
     trust = "used without a check" if is_trusted(capability) else "used after a check of a folder's operators"
     console().print(f"our own kernels, {trust} on this GPU: {escape(str(library.path))}", soft_wrap=True)
     return _check_gpu(options, library, report)
+
+
+def summarize(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
+    """Return a row for each operator, or backend, and data type: counts, and the maximum error, None if none ran."""
+    groups: dict[tuple[str, str], list[CaseResult]] = {}
+    for result in results:
+        groups.setdefault((result.backend or result.operator, result.dtype), []).append(result)
+    rows = []
+    for (name, dtype), group in sorted(groups.items(), key=lambda item: item[0][0]):
+        states = [result.state for result in group]
+        counts = {"correct": states.count("correct"), "wrong": states.count("wrong")}
+        counts["unavailable"] = len(states) - sum(counts.values())
+        error = max((result.error for result in group if result.error is not None), default=None)
+        rows.append({"name": name, "dtype": dtype, **counts, "max_error": _finite(error)})
+    return rows
+
+
+def faults_of(results: Iterable[CaseResult]) -> list[CaseResult]:
+    """Return the cases that are wrong or did not run as the run-time runs them; some GPUs have no bfloat16."""
+    by_default = [result for result in results if not result.backend]
+    return [each for each in by_default if each.state == "wrong" or (each.error is None and each.dtype != "bfloat16")]
+
+
+def faulty_backends(results: Sequence[CaseResult]) -> list[str]:
+    """Return the attention backends that are wrong if only they are allowed.
+
+    Where a backend does not support a case, ONNX Runtime uses math (flash accepts no mask, memory-efficient accepts no
+    key counts). A case for which math is wrong therefore shows nothing about another backend.
+    """
+    wrong = {
+        name: {(result.case, result.dtype) for result in results if result.backend == name and result.state == "wrong"}
+        for name in BACKENDS
+    }
+    return [name for name in BACKENDS if wrong[name] - (wrong["math"] if name != "math" else set())]
+
+
+def report_of(machine: Mapping[str, str], results: Sequence[CaseResult], full: bool, seconds: float) -> dict[str, Any]:
+    """Return the report on a machine's kernels, as a JSON object.
+
+    Args:
+        machine: all that the results depend on (`sdonnx.doctor.first_check.machine_of`).
+        results: the results.
+        full: whether all cases ran, or only the cases of a first use.
+        seconds: the duration.
+    """
+    return {
+        "key": dict(machine),
+        "faulty_backends": faulty_backends(results),
+        "faults": [_as_json(result) for result in faults_of(results)],
+        "checked": sum(not result.backend for result in results),
+        "full": full,
+        "seconds": round(seconds, 3),
+        "summary": summarize(results),
+    }
+
+
+def _as_json(result: CaseResult) -> dict[str, Any]:
+    """Return a result as a JSON object; infinity becomes a string."""
+    return {**asdict(result), "error": _finite(result.error), "state": result.state}
+
+
+def _finite(number: float | None) -> float | str | None:
+    return number if number is None or math.isfinite(number) else str(number)
 
 
 def _print_table(title: str, first_column: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sdonnx.errors import OptionError, OutputError
 from sdonnx.lora.adapter_file import PICKLES, AdapterFile, adapter_from_tensors, read_adapter
-from sdonnx.lora.adapter_tensors import AdapterTensors, checked
+from sdonnx.lora.adapter_tensors import checked
 from sdonnx.lora.peft_layout import peft_tensors
 from sdonnx.lora.weight_change import WeightChange
 from sdonnx.terminal import add_common, add_option, console
@@ -82,7 +82,7 @@ def _read(options: argparse.Namespace) -> AdapterFile:
     for key, tensor in found.items():
         plain = tensor.detach()
         tensors[key] = checked(file, key, (plain if str(plain.dtype) == "torch.float16" else plain.float()).numpy())
-    return adapter_from_tensors(file, AdapterTensors(tensors, {}))
+    return adapter_from_tensors(file, tensors, {})
 
 
 def _print(file: Path, adapter: AdapterFile, *, every_key: bool) -> None:

@@ -1,4 +1,4 @@
-"""Compare kernels with their reference bodies, one kernel case after another, and report the results.
+"""Compare kernels with their reference bodies, one kernel case after another.
 
 `sdonnx.operators.kernel_case_graphs` writes the graphs of both to `kernel_cases.json`. The reference runs in float32 on
 the CPU, on the same values as the kernel.
@@ -10,9 +10,8 @@ import base64
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -36,13 +35,8 @@ __all__ = [
     "KernelCaseSet",
     "OpenKernel",
     "compare",
-    "faults_of",
-    "faulty_backends",
     "kernel_opener",
     "read_kernel_cases",
-    "report_of",
-    "result_as_json",
-    "summarize",
 ]
 
 Result = TypeVar("Result")
@@ -92,6 +86,11 @@ class Check:
     reference: str
     kernels: Mapping[str, str]
 
+    @property
+    def name(self) -> str:
+        """The operator and the name of the case."""
+        return f"{self.case.op_type} {self.case.name}"
+
 
 @dataclass(frozen=True)
 class KernelCaseSet:
@@ -135,11 +134,6 @@ class CaseResult:
             return "not available"
         return "correct" if self.error < TOLERANCE[self.dtype] else "wrong"
 
-    @property
-    def wrong(self) -> bool:
-        """Whether the kernel ran and its numbers are wrong."""
-        return self.state == "wrong"
-
 
 def read_kernel_cases(path: Path = KERNEL_CASES_FILE) -> KernelCaseSet:
     """Read a file of kernel cases.
@@ -174,8 +168,7 @@ def compare(
     *,
     dtypes: Sequence[str] = tuple(TOLERANCE),
     backends: Mapping[str, int] = DEFAULT_BACKEND,
-    deadline: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[CaseResult]:
     """Run kernel cases and yield a result for each case, data type and backend.
 
@@ -185,27 +178,27 @@ def compare(
         open_kernel: opens the graphs of the operators; the reference bodies are opened on the CPU.
         dtypes: the data types to run, where the operator has them.
         backends: values of sdpa_kernel by name; only attention depends on them.
-        deadline: the time on `clock` after which no case is started.
-        clock: return the time in seconds.
+        is_late: return whether to start no further case.
     """
     open_reference = kernel_opener("cpu")
+
+    def session(check: Check) -> tuple[str, str, str]:
+        """Return a key that is equal for cases that share a session: equal graphs and no weights of their own."""
+        return check.kernels[dtype], check.reference, str(check.case) if check.case.weights else ""
+
     for dtype in dtypes:
-        group_of = partial(_group, dtype)
-        for _, group in groupby(sorted((check for check in checks if dtype in check.kernels), key=group_of), group_of):
+        for _, group in groupby(sorted((check for check in checks if dtype in check.kernels), key=session), session):
             same = list(group)
-            weights = _weights(same[0], dtype)
+            values = rounded(same[0].case.make_inputs(), dtype, same[0].float32_inputs) if same[0].case.weights else ()
+            weights = _named(values, same[0], dtype, weights=True)
             kernels = {name: _tried(open_kernel, cases.graphs[same[0].kernels[dtype]], weights, mask)
                        for name, mask in backends.items()}  # fmt: skip
-            reference = _tried(open_reference, cases.graphs[same[0].reference], _weights(same[0], dtype, "float32"), 0)
+            weights = _named(values, same[0], "float32", weights=True)
+            reference = _tried(open_reference, cases.graphs[same[0].reference], weights, 0)
             for check in same:
-                if clock() >= deadline:
+                if is_late():
                     return
                 yield from _results(check, dtype, kernels, reference)
-
-
-def _group(dtype: str, check: Check) -> tuple[str, str, str]:
-    """Return a key that is equal for cases that share a session: equal graphs and no weights of their own."""
-    return check.kernels[dtype], check.reference, str(check.case) if check.case.weights else ""
 
 
 def _tried(function: Callable[..., Result], *arguments: Any) -> Result | str:
@@ -222,13 +215,15 @@ def _results(
 ) -> Iterator[CaseResult]:
     case = check.case
     values = rounded(case.make_inputs(), dtype, check.float32_inputs)
-    expected = _run(reference, _named(values, check, "float32", weights=False))
+    feeds = _named(values, check, "float32", weights=False)
+    expected = reference if isinstance(reference, str) else _tried(reference, feeds)
     feeds = _named(values, check, dtype, weights=False)
     for backend, kernel in kernels.items():
         result = partial(CaseResult, case.op_type, case.name, dtype, backend)
-        found = f"its reference: {expected}" if isinstance(expected, str) else _run(kernel, feeds)
-        if isinstance(found, str) or isinstance(expected, str):
-            yield result(failure=str(found))
+        if isinstance(expected, str):
+            yield result(failure=f"its reference: {expected}")
+        elif isinstance(found := kernel if isinstance(kernel, str) else _tried(kernel, feeds), str):
+            yield result(failure=found)
         elif [array.shape for array in found] != [array.shape for array in expected]:
             yield result(error=math.inf)
         else:
@@ -236,21 +231,8 @@ def _results(
                 yield result(error=max(map(output_error, found, expected)))
 
 
-def _run(kernel: Kernel | str, feeds: Mapping[str, Array]) -> list[Array] | str:
-    """Return the outputs of a kernel, or the reason why it cannot run."""
-    return kernel if isinstance(kernel, str) else _tried(kernel, feeds)
-
-
-def _weights(check: Check, dtype: str, stored_dtype: str | None = None) -> dict[str, Array]:
-    """Return the weights, rounded to `dtype` and stored as `stored_dtype`, by default the same."""
-    if not check.case.weights:
-        return {}
-    values = rounded(check.case.make_inputs(), dtype, check.float32_inputs)
-    return _named(values, check, stored_dtype or dtype, weights=True)
-
-
 def _named(values: Sequence[Array | None], check: Check, dtype: str, weights: bool) -> dict[str, Array]:
-    """Return the inputs, or the weights, by their names and in the data type of the graph."""
+    """Return the inputs, or the weights, by their names, stored in the data type of the graph."""
     feeds = {}
     fixed = {*check.float32_inputs, *check.case.integers}
     for index, array in enumerate(values):
@@ -301,66 +283,3 @@ def kernel_opener(provider: str, index: int = 0, library: Path | None = None) ->
         return run
 
     return open_kernel
-
-
-def summarize(results: Iterable[CaseResult]) -> list[dict[str, Any]]:
-    """Return a row for each operator, or backend, and data type: counts, and the maximum error, None if none ran."""
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
-    for result in results:
-        groups.setdefault((result.backend or result.operator, result.dtype), []).append(result)
-    rows = []
-    for (name, dtype), group in sorted(groups.items(), key=lambda item: item[0][0]):
-        states = [result.state for result in group]
-        counts = {"correct": states.count("correct"), "wrong": states.count("wrong")}
-        counts["unavailable"] = len(states) - sum(counts.values())
-        error = max((result.error for result in group if result.error is not None), default=None)
-        rows.append({"name": name, "dtype": dtype, **counts, "max_error": _finite(error)})
-    return rows
-
-
-def faults_of(results: Iterable[CaseResult]) -> list[CaseResult]:
-    """Return the cases that are wrong or did not run as the run-time runs them; some GPUs have no bfloat16."""
-    by_default = [result for result in results if not result.backend]
-    return [each for each in by_default if each.wrong or (each.error is None and each.dtype != "bfloat16")]
-
-
-def faulty_backends(results: Sequence[CaseResult]) -> list[str]:
-    """Return the attention backends that are wrong if only they are allowed.
-
-    Where a backend does not support a case, ONNX Runtime uses math (flash accepts no mask, memory-efficient accepts no
-    key counts). A case for which math is wrong therefore shows nothing about another backend.
-    """
-    wrong = {
-        name: {(result.case, result.dtype) for result in results if result.backend == name and result.wrong}
-        for name in BACKENDS
-    }
-    return [name for name in BACKENDS if wrong[name] - (wrong["math"] if name != "math" else set())]
-
-
-def report_of(machine: Mapping[str, str], results: Sequence[CaseResult], full: bool, seconds: float) -> dict[str, Any]:
-    """Return the report on a machine's kernels, as a JSON object.
-
-    Args:
-        machine: all that the results depend on (`sdonnx.doctor.first_check.machine_of`).
-        results: the results.
-        full: whether all cases ran, or only the cases of a first use.
-        seconds: the duration.
-    """
-    return {
-        "key": dict(machine),
-        "faulty_backends": faulty_backends(results),
-        "faults": [result_as_json(result) for result in faults_of(results)],
-        "checked": sum(not result.backend for result in results),
-        "full": full,
-        "seconds": round(seconds, 3),
-        "summary": summarize(results),
-    }
-
-
-def result_as_json(result: CaseResult) -> dict[str, Any]:
-    """Return a result as a JSON object; infinity becomes a string."""
-    return {**asdict(result), "error": _finite(result.error), "state": result.state}
-
-
-def _finite(number: float | None) -> float | str | None:
-    return number if number is None or math.isfinite(number) else str(number)

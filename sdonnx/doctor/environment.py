@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
 
 from sdonnx.doctor.gpu import Gpu, cuda_driver_version, driver_version, gpus, load_cuda_libraries
@@ -118,10 +120,7 @@ def _builds(module: Path | None) -> dict[str, str]:
 
 def _missing() -> tuple[str, ...]:
     """Return the libraries that cannot be loaded, after ONNX Runtime has loaded the libraries of the wheels."""
-    import contextlib
-    import io
-
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the libraries that it does not find
+    with redirect_stdout(StringIO()):  # it prints the libraries that it does not find
         load_cuda_libraries()
     found = []
     for library in _LIBRARIES:
@@ -149,17 +148,16 @@ def findings(facts: Facts, provider: str) -> list[Finding]:
 
 
 def _onnxruntime(facts: Facts, provider: str) -> Finding:
-    subject = "ONNX Runtime"
     installed = ", ".join(f"{name} {version}" for name, version in facts.distributions.items())
     wanted = "onnxruntime-gpu" if provider == "cuda" else "onnxruntime"
     if len(facts.distributions) > 1:
         names = " ".join(facts.distributions)
         remedy = f"pip uninstall -y {names} && {install_command(provider)}"
-        return Finding(subject, f"{installed}: each overwrites the other", "missing", f"only {wanted}", remedy)
+        return Finding("ONNX Runtime", f"{installed}: each overwrites the other", "missing", f"only {wanted}", remedy)
     if facts.import_error:
         found = f"{installed or 'not installed'} ({facts.import_error})"
-        return Finding(subject, found, "missing", wanted, install_command(provider))
-    return Finding(subject, installed or "a build that pip does not know")
+        return Finding("ONNX Runtime", found, "missing", wanted, install_command(provider))
+    return Finding("ONNX Runtime", installed or "a build that pip does not know")
 
 
 def _provider(facts: Facts) -> Finding:

@@ -7,10 +7,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sdonnx.doctor.check_kernels import (
     KERNEL_CASES_FILE,
@@ -24,7 +23,6 @@ from sdonnx.doctor.gpu import cuda_driver_version, cuda_libraries, driver_versio
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
 from sdonnx.folder.cache_root import cache_folder
-from sdonnx.operators.kernel_case import KernelCase
 
 __all__ = [
     "EIGHT_BIT_OPERATORS",
@@ -69,8 +67,7 @@ def self_check() -> str:
     """
     value = os.environ.get(SELF_CHECK) or ON
     if value not in (OFF, ON, STRICT):
-        remedy = "unset it to check our own kernels on a GPU that is not trusted"
-        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {OFF}, {ON}, {STRICT}", remedy)
+        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {OFF}, {ON}, {STRICT}", "unset it")
     return value
 
 
@@ -112,7 +109,6 @@ def kernel_faults(
     *,
     sdpa_kernel: int = 0,
     limit_s: float = LIMIT_S,
-    clock: Callable[[], float] = time.monotonic,
 ) -> list[str]:
     """Return why kernels cannot be used, in a clause for each operator and reason; nothing if all are correct.
 
@@ -126,7 +122,6 @@ def kernel_faults(
         formats: the formats of activations in 8 bits to check.
         sdpa_kernel: the attention backends that ONNX Runtime may use, 0 for its choice.
         limit_s: seconds after which no case is started.
-        clock: return the time in seconds.
 
     Raises:
         FolderError: the kernel cases cannot be read.
@@ -141,18 +136,20 @@ def kernel_faults(
     ]
     machine = machine_of(index, library)
     known = _read_results(machine)
-    missing = [check for check in needed if _name(check.case) not in known]
+    missing = [check for check in needed if check.name not in known]
     if missing:
         owner = "ONNX Runtime's" if library is None else "our own"
         _LOGGER.info("checking %s kernels on %s once: %d cases", owner, machine["gpu"], len(missing))
         opener = kernel_opener("cuda", index, None if library is None else library.path)
         with suppress(Exception):  # opening a graph loads libraries; the check itself reports a failure
             opener(cases.graphs[missing[0].kernels["float16"]], {}, sdpa_kernel)
-        limits: Any = {"deadline": clock() + limit_s, "clock": clock}
-        results = compare(cases, missing, opener, dtypes=["float16"], backends={"": sdpa_kernel}, **limits)
+        deadline, options = time.monotonic() + limit_s, {"": sdpa_kernel}
+        results = compare(
+            cases, missing, opener, dtypes=["float16"], backends=options, is_late=lambda: time.monotonic() >= deadline
+        )
         known = store_results(machine, results)
     late = f"not checked within {limit_s:.0f} s"
-    found = {(check.case.op_type, known.get(_name(check.case), late)) for check in needed}
+    found = {(check.case.op_type, known.get(check.name, late)) for check in needed}
     wrong_first = sorted(found, key=lambda each: (each[1] == late, each))
     return [f"{operator} is {reason}" for operator, reason in wrong_first if reason]
 
@@ -188,7 +185,3 @@ def _read_results(machine: Mapping[str, str]) -> dict[str, str]:
 def _path(machine: Mapping[str, str]) -> Path:
     digest = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / f"kernels-{digest}.json"
-
-
-def _name(case: KernelCase) -> str:
-    return f"{case.op_type} {case.name}"

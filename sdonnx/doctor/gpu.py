@@ -9,14 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "Gpu",
-    "cuda_driver_version",
-    "cuda_libraries",
-    "driver_version",
-    "gpus",
-    "load_cuda_libraries",
-]
+__all__ = ["Gpu", "cuda_driver_version", "cuda_libraries", "driver_version", "gpus", "load_cuda_libraries"]
 
 # cuda.h
 _DRIVER = "libcuda.so.1"
@@ -96,18 +89,14 @@ def load_cuda_libraries() -> None:
 def cuda_libraries() -> dict[str, str]:
     """Return the versions of CUDA's run-time, cuDNN and cuBLASLt that this process loads; "" for a missing library."""
     load_cuda_libraries()
-    versions = {"cuda_runtime": "", "cudnn": "", "cublas": ""}
-    for name in ("libcudart.so.13", "libcudart.so.12"):
+    versions = dict.fromkeys(("cuda_runtime", "cudnn", "cublas"), "")
+    with suppress(OSError, AttributeError):
+        number = ctypes.c_int()
+        if not ctypes.CDLL("libcudart.so.13").cudaRuntimeGetVersion(ctypes.byref(number)):
+            versions["cuda_runtime"] = str(number.value)
+    for part, name in (("cudnn", "libcudnn.so.9"), ("cublas", "libcublasLt.so.13")):
         with suppress(OSError, AttributeError):
-            number = ctypes.c_int()
-            if not versions["cuda_runtime"] and not ctypes.CDLL(name).cudaRuntimeGetVersion(ctypes.byref(number)):
-                versions["cuda_runtime"] = str(number.value)
-    for part, name, query in (
-        ("cudnn", "libcudnn.so.9", "cudnnGetVersion"),
-        ("cublas", "libcublasLt.so.13", "cublasLtGetVersion"),
-    ):
-        with suppress(OSError, AttributeError):
-            get_version = getattr(ctypes.CDLL(name), query)
+            get_version = getattr(ctypes.CDLL(name), "cudnnGetVersion" if part == "cudnn" else "cublasLtGetVersion")
             get_version.restype = ctypes.c_size_t
             versions[part] = str(get_version())
     return versions

@@ -1,4 +1,4 @@
-"""Find `libsdonnx_kernels.so`, the library of our own operators, and decide whether this machine can use it.
+"""Find `libsdonnx_kernels.so`, the library of our own operators, and decide which kernels this machine can use.
 
 The library comes with the package `sdonnx-kernels`, or is built in the repository's folder `kernels/`. It uses slots of
 ONNX Runtime's C API that no header in a wheel describes, so only versions that were tried are accepted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,15 @@ from sdonnx.installation import kernels_command
 
 __all__ = [
     "KERNEL_LIBRARY",
+    "KNOWN_FAULTS",
     "OPERATORS",
     "TRIED_VERSIONS",
+    "TRUSTED",
     "KernelLibrary",
     "find_kernel_library",
+    "is_trusted",
     "open_kernel_library",
-    "require_tried_version",
+    "sdpa_kernel",
     "usable_library",
 ]
 
@@ -31,10 +35,26 @@ KERNEL_LIBRARY = "SDONNX_KERNELS"
 """The environment variable with the path of the library, or 0 to use none."""
 
 TRIED_VERSIONS = ("1.31.1",)
-"""The versions of ONNX Runtime that the slots of kernels/src/ort_abi.h were tried with."""
+"""The versions of ONNX Runtime that were tried: with the slots of kernels/src/ort_abi.h, and writing weights where
+sessions read them (`sdonnx.runtime.device.session_weights`)."""
 
 OPERATORS = 13
 """The version of the operators' contracts; it changes with their inputs, outputs and attributes."""
+
+TRUSTED = {((9, 0), 13): "docs/results/own-kernels-h100.json"}
+"""By compute capability and release of our kernels (`OPERATORS`), the record of the test that earned the trust: all of
+their cases ran on such a GPU and were correct.
+
+Add a row with the record of `test_whole_check` in tests/gpu/test_kernels_gpu.py, on a GPU of that capability.
+"""
+
+KNOWN_FAULTS: Mapping[tuple[tuple[int, ...], int], int] = {((1, 31, 1), 8): 2 | 16}
+"""The provider option that leaves wrong backends of attention out, by the first version of ONNX Runtime that has the
+fault and the major compute capability where it would choose one. A row of a later version replaces an earlier one.
+
+Flash attention is wrong in fp16 for heads of 160 (docs/results/doctor-h200.json). From compute capability 9.0 on,
+ONNX Runtime prefers cuDNN to it, and before 8.0 it has no flash attention.
+"""
 
 _PACKAGE = "sdonnx_kernels"
 _FILE = "libsdonnx_kernels.so"
@@ -65,22 +85,17 @@ class KernelLibrary:
         Args:
             capability: compute capability, major and minor.
         """
-        major, minor = capability
-        found = []
-        for name in self.architectures:
-            digits = name.rstrip("af")
-            if not digits.isdigit() or int(digits[:-1]) != major:
-                continue
-            if int(digits[-1]) == minor or (name == digits and int(digits[-1]) < minor):
-                found.append(name)
-        return tuple(found)
+        known = [name for name in self.architectures if name.rstrip("af").isdigit()]
+        minors = {
+            name: capability[1] - int(name.rstrip("af")[-1])
+            for name in known
+            if int(name.rstrip("af")[:-1]) == capability[0]
+        }
+        return tuple(name for name, ahead in minors.items() if ahead == 0 or (ahead > 0 and name.isdigit()))
 
 
 def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the path of the library, from the environment variable or else from the installed package.
-
-    Returns:
-        None if there is none, or if the variable is 0.
+    """Return the path of the library, from the environment variable or else from the installed package, or None.
 
     Raises:
         OptionError: the variable names no file.
@@ -115,31 +130,14 @@ def open_kernel_library(path: Path) -> KernelLibrary:
         ) from error
     build.restype = ctypes.c_char_p
     words = dict(word.split("=", 1) for word in build().decode().split())
+    found = expected = ""
     if words.get("operators") != str(OPERATORS):
-        raise ProviderError(
-            f"{path} has operators of version {words.get('operators')}",
-            f"version {OPERATORS}, that of this sdonnx",
-            f"install that: {kernels_command()}",
-        )
-    if not words.get("sources") or not words.get("compiler"):
-        raise ProviderError(
-            f"{path} does not name its sources", "a library that does", f"install it again: {kernels_command()}"
-        )
+        found, expected = f"has operators of version {words.get('operators')}", f"version {OPERATORS}"
+    elif not words.get("sources") or not words.get("compiler"):
+        found, expected = "does not name its sources", "a library that does"
+    if found:
+        raise ProviderError(f"{path} {found}", expected, f"install it again: {kernels_command()}")
     return KernelLibrary(path, tuple(words.get("architectures", "").split("-")), words["sources"], words["compiler"])
-
-
-def require_tried_version(version: str) -> None:
-    """Raise unless the library was tried with a version of ONNX Runtime.
-
-    Raises:
-        ProviderError: it was not.
-    """
-    if version not in TRIED_VERSIONS:
-        raise ProviderError(
-            f"the operators of sdonnx-kernels were not tried with ONNX Runtime {version}",
-            f"one of {', '.join(TRIED_VERSIONS)}",
-            "install that version, or a newer sdonnx",
-        )
 
 
 def usable_library(
@@ -163,8 +161,10 @@ def usable_library(
         if environment.get(KERNEL_LIBRARY) == "0":
             return None, f"{KERNEL_LIBRARY} is 0"
         return None, f"sdonnx-kernels is not installed; {kernels_command()}"
+    if (version := str(onnxruntime.__version__)) not in TRIED_VERSIONS:
+        found = f"the operators of sdonnx-kernels were not tried with ONNX Runtime {version}"
+        return None, f"{found}; expected one of {', '.join(TRIED_VERSIONS)}; install that version, or a newer sdonnx"
     try:
-        require_tried_version(str(onnxruntime.__version__))
         library = open_kernel_library(path)
     except ProviderError as error:
         return None, str(error)
@@ -172,3 +172,20 @@ def usable_library(
         names = ", ".join(f"sm_{name}" for name in library.architectures)
         return None, f"{path} has kernels for {names}, and this GPU is sm_{capability[0]}{capability[1]}"
     return library, ""
+
+
+def is_trusted(capability: tuple[int, int], release: int = OPERATORS) -> bool:
+    """Return whether our own kernels of a release are used on a GPU without a check."""
+    return (capability, release) in TRUSTED
+
+
+def sdpa_kernel(version: str, capability: tuple[int, int]) -> int:
+    """Return the bits of the attention backends that ONNX Runtime may use, 0 for its own choice.
+
+    Args:
+        version: the version of ONNX Runtime.
+        capability: compute capability of the GPU, major and minor.
+    """
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    rows = {since: bits for (since, major), bits in KNOWN_FAULTS.items() if major == capability[0] and since <= numbers}
+    return rows[max(rows)] if rows else 0

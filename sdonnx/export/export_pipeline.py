@@ -200,7 +200,7 @@ def _log_variants(folder: PipelineFolder, family: Family, allow_pickle: Collecti
     """Log the variants that are read, unless there are none."""
     sources = dict.fromkeys(spec.source for spec in family.components)
     chosen = {
-        source: find_weights(folder.path / source, allow_pickle=source in allow_pickle, variant=variant).variant
+        source: find_weights(folder.path / source, allow_pickle=source in allow_pickle, variant=variant)[1]
         for source in sources
     }
     for name in dict.fromkeys(filter(None, chosen.values())):

@@ -270,7 +270,7 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, variant: str | None = None) -> None:
-        files = find_weights(folder, allow_pickle=allow_pickle, variant=variant).files
+        files, _ = find_weights(folder, allow_pickle=allow_pickle, variant=variant)
         self._tensors = StoredTensors(folder, files, pickles=(".bin",))
 
     def __len__(self) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sdonnx.errors import WeightsError
 from sdonnx.folder.pipeline_folder import read_json
 
-__all__ = ["WeightChoice", "find_weights", "only_variant", "require_safetensors", "require_variant"]
+__all__ = ["find_weights", "only_variant", "require_safetensors", "require_variant"]
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 
@@ -23,21 +22,10 @@ _VARIANT_FILE = re.compile(rf"(?:{_STEM})\.(\w+)\.(?:safetensors|bin)")
 _VARIANT_INDEX = re.compile(rf"(?:{_STEM})\.(?:safetensors|bin)\.index\.(\w+)\.json")
 
 
-@dataclass(frozen=True)
-class WeightChoice:
-    """The files to read a component's weights from.
-
-    Attributes:
-        files: one file, or all shards.
-        variant: their variant; None for the weights without one.
-    """
-
-    files: tuple[Path, ...]
-    variant: str | None = None
-
-
-def find_weights(folder: Path, *, allow_pickle: bool = False, variant: str | None = None) -> WeightChoice:
-    """Return the weight files of a component.
+def find_weights(
+    folder: Path, *, allow_pickle: bool = False, variant: str | None = None
+) -> tuple[tuple[Path, ...], str | None]:
+    """Return the weight files of a component, one or all shards, and their variant; None for weights without one.
 
     Args:
         folder: the component's folder.
@@ -52,10 +40,10 @@ def find_weights(folder: Path, *, allow_pickle: bool = False, variant: str | Non
     for ending in endings:
         for wanted in dict.fromkeys((variant, None)):
             if files := _files(folder, ending, wanted):
-                return WeightChoice(files, wanted)
+                return files, wanted
         variants = _variants(folder, ending)
         if variant is None and len(variants) == 1:
-            return WeightChoice(_files(folder, ending, variants[0]), variants[0])
+            return _files(folder, ending, variants[0]), variants[0]
         if variants:
             found = f"{folder} has only the variant{'s' if len(variants) > 1 else ''} {', '.join(variants)}"
             raise WeightsError(found, "weights of the chosen variant", f"pass --variant {variants[0]}")

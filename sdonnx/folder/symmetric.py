@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["ScaledFormat", "along", "dequantize", "quantize", "scales_of"]
+__all__ = ["ScaledFormat", "along", "quantize", "scales_of"]
 
 Array = npt.NDArray[Any]
 
@@ -76,18 +76,6 @@ def quantize(values: Array, scales: Array, number_format: ScaledFormat, axis: in
     with np.errstate(over="ignore"):  # of a subnormal scale; the format saturates
         quotients: Array = values.astype(np.float32) / along(scales, axis, values.ndim).astype(np.float32)
     return number_format.rounded(quotients)
-
-
-def dequantize(values: Array, scales: Array, axis: int | None) -> Array:
-    """Return a weight restored in the type of its scales, as ONNX's DequantizeLinear computes it.
-
-    Args:
-        values: the weight in an 8-bit format.
-        scales: its scales, float32 or float16.
-        axis: the axis of the scales; None for one scale.
-    """
-    product = values.astype(np.float32) * along(scales, axis, values.ndim).astype(np.float32)
-    return product.astype(scales.dtype)
 
 
 def along(scales: Array, axis: int | None, rank: int) -> Array:

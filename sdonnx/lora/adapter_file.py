@@ -13,7 +13,7 @@ from sdonnx.errors import WeightsError
 from sdonnx.lora.adapter_changes import Tensors, module_changes
 from sdonnx.lora.adapter_keys import AdapterKey, enclosing_modules, format_of, parse_key, unsupported_method
 from sdonnx.lora.adapter_scale import adapter_scales, metadata_config, read_peft_config
-from sdonnx.lora.adapter_tensors import AdapterTensors, read_tensors
+from sdonnx.lora.adapter_tensors import read_tensors
 from sdonnx.lora.module_names import COMPONENTS, ModuleNames, is_original_block
 from sdonnx.lora.weight_change import WeightChange
 
@@ -26,6 +26,7 @@ PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 _FILES_OF_FOLDERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
 _SHOWN_KEYS = 3
+_DIFFUSERS_BLOCKS = ("down_blocks_", "mid_block_", "up_blocks_")
 _DIMENSIONS_OF_BOFT = 4  # of LyCORIS's oft_blocks; OFT has 3
 
 
@@ -67,24 +68,25 @@ def read_adapter(path: Path, names: Mapping[str, Collection[str]] | None = None)
             "a safetensors file",
             f"if you trust its author: sdonnx lora convert {path.name} -o {path.stem}.safetensors --allow_pickle",
         )
-    return adapter_from_tensors(path, read_tensors(path), names)
+    return adapter_from_tensors(path, *read_tensors(path), names)
 
 
 def adapter_from_tensors(
-    path: Path, content: AdapterTensors, names: Mapping[str, Collection[str]] | None = None
+    path: Path, tensors: Tensors, metadata: Mapping[str, str], names: Mapping[str, Collection[str]] | None = None
 ) -> AdapterFile:
     """Return the adapter that a file's tensors are.
 
     Args:
         path: the file, for messages and for the configuration next to it.
-        content: its tensors and metadata.
+        tensors: its tensors by key.
+        metadata: its metadata.
         names: see `read_adapter`.
 
     Raises:
         WeightsError: the tensors cannot be used.
         FolderError: the configuration next to the file is broken.
     """
-    modules, used, unknown = _grouped(path, content, ModuleNames(names))
+    modules, used, unknown = _grouped(path, tensors, ModuleNames(names))
     if not modules:
         shown = ", ".join(unknown[:_SHOWN_KEYS]) + (", ..." if len(unknown) > _SHOWN_KEYS else "")
         raise WeightsError(
@@ -92,16 +94,16 @@ def adapter_from_tensors(
             "an adapter for the family of the model",
             "list the keys of the file with sdonnx lora show" if names else "use another adapter",
         )
-    config = metadata_config(path, content.metadata)
+    config = metadata_config(path, metadata)
     if not config and (path.name == _FILES_OF_FOLDERS[0] or any(key.spelling == "peft" for key in used)):
         config = read_peft_config(path.parent)
     scales = adapter_scales(path, config)
     changes: dict[str, dict[str, WeightChange]] = {}
-    for (component, module), tensors in sorted(modules.items()):
-        found = module_changes(f"{path.name}: {module}", module, tensors, scales[component])
+    for (component, module), parts in sorted(modules.items()):
+        found = module_changes(f"{path.name}: {module}", module, parts, scales[component])
         changes.setdefault(component, {}).update(found)
     frozen = {component: MappingProxyType(changes[component]) for component in COMPONENTS if component in changes}
-    return AdapterFile(MappingProxyType(frozen), tuple(unknown), format_of(used), MappingProxyType(content.metadata))
+    return AdapterFile(MappingProxyType(frozen), tuple(unknown), format_of(used), MappingProxyType(dict(metadata)))
 
 
 def _file_in(path: Path) -> Path:
@@ -117,19 +119,19 @@ def _file_in(path: Path) -> Path:
 
 
 def _grouped(
-    path: Path, content: AdapterTensors, names: ModuleNames
+    path: Path, content: Tensors, names: ModuleNames
 ) -> tuple[dict[tuple[str, str], Tensors], list[AdapterKey], list[str]]:
     """Return the tensors by component, module and part; the keys that were used; and the other keys.
 
     A file with names of both diffusers and the original repositories has the same weights twice; as in diffusers, the
     original ones are left out.
     """
-    parsed = {key: found for key in content.tensors if (found := parse_key(key)) is not None}
+    parsed = {key: found for key in content if (found := parse_key(key)) is not None}
     of_unet = [found.module for found in parsed.values() if found.component == "unet"]
-    has_both = any(map(is_original_block, of_unet)) and any(map(_is_diffusers_block, of_unet))
+    has_both = any(map(is_original_block, of_unet)) and any(flat.startswith(_DIFFUSERS_BLOCKS) for flat in of_unet)
     modules: dict[tuple[str, str], Tensors] = {}
     used, unknown, parts = [], [], dict[str, str]()
-    for key, tensor in content.tensors.items():
+    for key, tensor in content.items():
         name = None
         if (found := parsed.get(key)) is not None and not (has_both and is_original_block(found.module)):
             component = found.component or _default_text_encoder(path)
@@ -158,22 +160,18 @@ def _part_of_a_layer(path: Path, key: str, names: ModuleNames) -> dict[str, str]
     return {}
 
 
-def _refuse_parts(path: Path, parts: Mapping[str, str], content: AdapterTensors) -> NoReturn:
+def _refuse_parts(path: Path, parts: Mapping[str, str], content: Tensors) -> NoReturn:
     """Raise WeightsError because of tensors of layers that the model has, by key, with the method that they belong to.
 
     Without them, the file would be another adapter.
     """
     method = unsupported_method(parts.values())
     key = next(key for key, part in parts.items() if method == unsupported_method([part]))
-    if method == "OFT" and content.tensors[key].ndim == _DIMENSIONS_OF_BOFT:
+    if method == "OFT" and content[key].ndim == _DIMENSIONS_OF_BOFT:
         method = "BOFT"
     found = f"{path} has {key}, " + (f"a tensor of {method}" if method else "an unknown tensor of a layer of the model")
     remedy = f"{method} is not supported; use another adapter" if method else "use another adapter"
     raise WeightsError(found, "LoRA, LoHa, LoKr, DoRA or differences of weights", remedy)
-
-
-def _is_diffusers_block(flat: str) -> bool:
-    return flat.startswith(("down_blocks_", "mid_block_", "up_blocks_"))
 
 
 def _default_text_encoder(path: Path) -> str:

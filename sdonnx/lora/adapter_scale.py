@@ -125,7 +125,7 @@ def _scale(path: Path, config: Mapping[str, Any]) -> AdapterScale:
     alpha, rank = config.get("lora_alpha", config.get("alpha")), config.get("r")
     alphas, ranks = (_pattern(path, name, config.get(name)) for name in ("alpha_pattern", "rank_pattern"))
     for value in (alpha, *alphas.values()):
-        if value is not None and not _is_number(value):
+        if value is not None and not (type(value) in (int, float) and -1e30 < value < 1e30):
             raise _unusable(path, "an alpha in its configuration", f"it is {value!r}")
     for value in (rank, *ranks.values()):
         if value is not None and not (type(value) is int and 0 < value < 2**31):
@@ -143,10 +143,6 @@ def _pattern(path: Path, name: str, value: Any) -> Mapping[str, Any]:
         if not _MODULE_PATTERN.fullmatch(key):
             raise _unusable(path, f"{name} in its configuration", f"{key!r} is not the name of a module")
     return value
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -1e30 < value < 1e30
 
 
 def _unusable(path: Path, subject: str, problem: str) -> WeightsError:

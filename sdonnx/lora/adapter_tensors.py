@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["AdapterTensors", "checked", "read_tensors"]
+__all__ = ["checked", "read_tensors"]
 
 Array = npt.NDArray[Any]
 
@@ -35,30 +34,10 @@ _LENGTH_BYTES = 8  # little-endian length of the header, before the header
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8", "BOOL": "u1"}
 
 
-@dataclass(frozen=True)
-class AdapterTensors:
-    """Content of a file of tensors.
+def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return the tensors of a safetensors file by key, and its metadata.
 
-    Attributes:
-        tensors: the tensors by key: float16 as stored, any other type converted to float32. All values are finite.
-        metadata: the file's metadata.
-    """
-
-    tensors: Mapping[str, Array]
-    metadata: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: str
-    type: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def read_tensors(path: Path) -> AdapterTensors:
-    """Return the content of a safetensors file.
+    Tensors are float16 as stored, and any other type converted to float32. All values are finite.
 
     Raises:
         WeightsError: the file is missing, is no safetensors file, exceeds a limit or has values that are not finite.
@@ -74,8 +53,8 @@ def read_tensors(path: Path) -> AdapterTensors:
         raise _broken(path, str(error)) from error
 
 
-def _read(path: Path, file: BinaryIO) -> AdapterTensors:
-    size = file.seek(0, 2)
+def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Array], dict[str, str]]:
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if size < _LENGTH_BYTES or header_bytes > size - _LENGTH_BYTES:
@@ -86,13 +65,38 @@ def _read(path: Path, file: BinaryIO) -> AdapterTensors:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _broken(path, "its metadata is not text")
-    entries = _entries(path, header, size - _LENGTH_BYTES - header_bytes)
-    return AdapterTensors({entry.key: _tensor(path, file, entry) for entry in entries}, metadata)
+    if len(header) > _MAX_TENSORS:
+        raise _broken(path, f"it has more than {_MAX_TENSORS} tensors")
+    for key, entry in header.items():
+        _require_valid(path, key, entry)
+    end, tensors, left = 0, {}, size - _LENGTH_BYTES - header_bytes
+    # A tensor without elements starts where the next one starts.
+    ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    for key, entry in ordered:  # before anything is read
+        if entry["data_offsets"][0] != end:
+            raise _broken(path, f"the data of {key} overlaps other data or follows a gap")
+        end = entry["data_offsets"][1]
+    if end != left:
+        raise _broken(path, f"it has {left} bytes of data, and its header describes {end}")
+    for key, entry in ordered:
+        (first, last), kind = entry["data_offsets"], entry["dtype"]
+        if len(data := file.read(last - first)) != last - first:
+            raise _broken(path, "it changed while it was read")
+        stored = np.frombuffer(data, _TYPES[kind]).reshape(entry["shape"])
+        wide = (stored.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else stored
+        tensors[key] = checked(path, key, wide)
+    return tensors, metadata
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=object_of)
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header is not valid: {error}") from None
     if not isinstance(header, dict):
@@ -100,66 +104,27 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the header, or raise ValueError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> list[_Entry]:
-    """Return the described tensors in the order of their data, which they fill without gaps or overlaps."""
-    if len(header) > _MAX_TENSORS:
-        raise _broken(path, f"it has more than {_MAX_TENSORS} tensors")
-    # A tensor without elements starts where the next one starts.
-    entries = [_entry(path, key, value) for key, value in header.items()]
-    entries.sort(key=lambda each: (each.begin, each.end))
-    position = 0
-    for entry in entries:
-        if entry.begin != position:
-            raise _broken(path, f"the data of {entry.key} overlaps other data or follows a gap")
-        position = entry.end
-    if position != data_bytes:
-        raise _broken(path, f"it has {data_bytes} bytes of data, and its header describes {position}")
-    return entries
-
-
-def _entry(path: Path, key: str, value: Any) -> _Entry:
+def _require_valid(path: Path, key: str, entry: Any) -> None:
+    """Raise unless the header describes a tensor, within the limits, with the size of its data."""
     if len(key) > _MAX_NAME_CHARACTERS:
         raise _broken(path, f"the name of a tensor has more than {_MAX_NAME_CHARACTERS} characters")
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _broken(path, f"its header does not describe {key} as a tensor")
-    type_name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(type_name, str) or type_name not in _TYPES:
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise WeightsError(
-            f"{path} has {key} of type {type_name}", f"one of {', '.join(_TYPES)}", "use a file in float16 or float32"
+            f"{path} has {key} of type {kind}", f"one of {', '.join(_TYPES)}", "use a file in float16 or float32"
         )
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         raise _broken(path, f"the shape of {key} is not valid")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise _broken(path, f"the place of {key} in the file is not valid")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * np.dtype(_TYPES[type_name]).itemsize:
+    if offsets[1] - offsets[0] != math.prod(shape) * np.dtype(_TYPES[kind]).itemsize:
         raise _broken(path, f"the data of {key} does not have the size of its shape {tuple(shape)}")
-    return _Entry(key, type_name, tuple(shape), begin, end)
 
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
-
-
-def _tensor(path: Path, file: BinaryIO, entry: _Entry) -> Array:
-    data = file.read(entry.end - entry.begin)
-    if len(data) != entry.end - entry.begin:
-        raise _broken(path, "it changed while it was read")
-    stored = np.frombuffer(data, _TYPES[entry.type]).reshape(entry.shape)
-    return checked(path, entry.key, _widened(stored) if entry.type == "BF16" else stored)
-
-
-def _widened(bits: Array) -> Array:
-    """Return the values of bfloat16 numbers, as float32."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def checked(path: Path, key: str, tensor: Array) -> Array:

@@ -83,14 +83,11 @@ def change_component(
     computed = {name: each for name, each in sorted(members.items()) if name not in on_device}
     values: dict[str, Array] = {}
     if computed:
-        with ThreadPoolExecutor(_threads(), "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with ThreadPoolExecutor(threads, "sdonnx-lora") as pool:  # numpy releases the GIL in all of this
             for found in pool.map(partial(_changed, table, changes), computed, computed.values()):
                 values.update(found)
     return ChangedComponent(table, changes, values, on_device)
-
-
-def _threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _changed(

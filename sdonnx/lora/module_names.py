@@ -79,10 +79,12 @@ class ModuleNames:
     """
 
     def __init__(self, names: Mapping[str, Collection[str]] | None = None) -> None:
-        self._known = None if names is None else {component: _by_flat(names[component]) for component in names}
+        self._known: dict[str, dict[str, str]] | None = None
         self._layers_per_block = _LAYERS_PER_BLOCK
-        if names is not None and (found := _numbers_of_resnets(names.get("unet", ()))):
-            self._layers_per_block = len(found)
+        if names is not None:
+            self._known = {part: {name.replace(".", "_"): name for name in each} for part, each in names.items()}
+            first = (re.match(r"down_blocks\.0\.resnets\.(\d+)\.", name) for name in names.get("unet", ()))
+            self._layers_per_block = len({match[1] for match in first if match}) or _LAYERS_PER_BLOCK
 
     def weight_name(self, component: str, flat: str, parameter: str = "weight") -> str | None:
         """Return the name of a parameter in the component's state dict, or None if it has none.
@@ -112,16 +114,6 @@ class ModuleNames:
 def is_original_block(flat: str) -> bool:
     """Return whether a flat name names a UNet's block in the original repositories."""
     return flat not in _ORIGINAL_TOPS and _ORIGINAL_BLOCK.fullmatch(flat) is not None
-
-
-def _by_flat(names: Collection[str]) -> dict[str, str]:
-    return {name.replace(".", "_"): name for name in names}
-
-
-def _numbers_of_resnets(names: Iterable[str]) -> set[str]:
-    """Return the numbers of the layers in a UNet's first block."""
-    found = (re.match(r"down_blocks\.0\.resnets\.(\d+)\.", name) for name in names)
-    return {match[1] for match in found if match}
 
 
 def _dotted(component: str, flat: str) -> str | None:

@@ -103,17 +103,12 @@ def _weight_of(node: ir.Node) -> ModuleWeight | None:
     if value is None or value.const_value is None or value.is_graph_input():
         return None
     shape = tuple(int(size) for size in value.const_value.shape.numpy())
-    transposed = node.op_type == "MatMul" or (node.op_type == "Gemm" and not _integer(node, "transB"))
+    transposed = node.op_type == "MatMul" or (node.op_type == "Gemm" and not node.attributes.get_int("transB", 0))
     if len(shape) != (4 if node.op_type == "Conv" else 2):
         return None
     out_first = shape[::-1] if transposed else shape
     name = f"{module_path(node)}.weight"
     return ModuleWeight(name, value.name or "", out_first, value.const_value, transposed)
-
-
-def _integer(node: ir.Node, name: str) -> int:
-    attribute = node.attributes.get(name)
-    return 0 if attribute is None else attribute.as_int()
 
 
 def find_weights(folder: Path, files: Iterable[str], exported: ir.Model) -> WeightTable:
@@ -316,7 +311,7 @@ class _Written:
         index = self._index_of(rows.shape[1], dtype, layout)
         if not index:
             return
-        prefixes = cast(rows[:, :_PREFIX], _numpy(dtype))
+        prefixes = cast(rows[:, :_PREFIX], np.dtype(np.float16 if dtype == "F16" else np.float32))
         if prefixes[0].tobytes() not in index:
             return
         keys = [row.tobytes() for row in prefixes]
@@ -398,7 +393,3 @@ def _entry(value: ir.Value) -> Initializer | None:
         begin = tensor.offset or 0
         return Initializer(dtype, shape, (begin, begin + tensor.nbytes))
     return Initializer(dtype, shape, None, read(tensor).tobytes()) if tensor.nbytes <= _MAX_INLINE_BYTES else None
-
-
-def _numpy(dtype: str) -> np.dtype[Any]:
-    return np.dtype(np.float16 if dtype == "F16" else np.float32)

@@ -135,8 +135,8 @@ class OrtDiffusionPipeline(DiffusersInterface, PromptEncoding):
     ) -> OrtDiffusionPipeline:
         """Load an optimized folder.
 
-        Our own kernels are used on GPUs that are trusted (`sdonnx.doctor.kernel_trust`). On another GPU that they have
-        code for, the kernels that the folder needs are checked here once, within seconds, and used if they are correct.
+        Our own kernels are used on GPUs that are trusted (`sdonnx.doctor.kernel_library`). On another GPU that they
+        have code for, those that the folder needs are checked here once, within seconds, and used if they are correct.
         SDONNX_SELF_CHECK=strict checks all kernels on every GPU, and SDONNX_SELF_CHECK=0 none.
 
         Args:

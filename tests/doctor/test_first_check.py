@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
@@ -111,15 +112,16 @@ def test_a_lack_of_memory_passes_and_other_failures_last(reason: str, lasts: boo
     assert found(gpu) == ([f"LayerNorm is not available ({reason})"] if lasts else [])
 
 
-def test_cases_beyond_the_limit_are_reasons_and_run_the_next_time(gpu: EmulatedGpu) -> None:
+def test_cases_beyond_the_limit_are_reasons_and_run_the_next_time(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock stands still until the first case has run, which takes longer than the limit."""
     late = ["LayerNorm is not checked within 3 s", "SkipLayerNorm is not checked within 3 s"]
 
-    def clock() -> float:
-        return 3.5 * len(gpu.ran)
-
     gpu.factors = {"SkipLayerNorm": 1.25}
-    assert found(gpu, limit_s=3.0, clock=clock) == late
+    with monkeypatch.context() as patch:
+        patch.setattr(first_check, "time", SimpleNamespace(monotonic=lambda: 3.5 * len(gpu.ran)))
+        assert found(gpu, limit_s=3.0) == late
     assert len(gpu.ran) == 1
     count = len(first_cases(*NORMS))
     assert found(gpu) == ["SkipLayerNorm is wrong"]

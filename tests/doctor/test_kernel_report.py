@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from sdonnx.cli.doctor import faults_of, faulty_backends, report_of, summarize
 from sdonnx.doctor.check_kernels import (
     ATTENTION,
     BACKENDS,
     CaseResult,
-    faults_of,
-    faulty_backends,
-    report_of,
-    summarize,
 )
 
 ROWS = [

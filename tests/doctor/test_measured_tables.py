@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS
-from sdonnx.doctor.kernel_library import OPERATORS
-from sdonnx.doctor.kernel_trust import KNOWN_FAULTS, TRUSTED, is_trusted, sdpa_kernel
+from sdonnx.doctor.kernel_library import KNOWN_FAULTS, OPERATORS, TRUSTED, is_trusted, sdpa_kernel
 from sdonnx.operators.operator_table import SDONNX_CONTRACTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +56,7 @@ def test_backends_that_are_known_to_be_wrong_are_left_out(version: str, capabili
 
 
 def test_a_later_row_ends_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdonnx.doctor.kernel_trust.KNOWN_FAULTS", {**KNOWN_FAULTS, ("1.40.0", 8): 0})
+    monkeypatch.setattr("sdonnx.doctor.kernel_library.KNOWN_FAULTS", {**KNOWN_FAULTS, ((1, 40, 0), 8): 0})
     assert [sdpa_kernel(version, (8, 0)) for version in ("1.31.1", "1.39.9", "1.40.0", "1.41.0")] == [18, 18, 0, 0]
 
 

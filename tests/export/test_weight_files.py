@@ -31,8 +31,8 @@ def saved(folder: Path, **options: Any) -> Path:
 
 
 def names(folder: Path, **options: Any) -> tuple[str | None, list[str]]:
-    choice = find_weights(folder, **options)
-    return choice.variant, [path.name for path in choice.files]
+    files, variant = find_weights(folder, **options)
+    return variant, [path.name for path in files]
 
 
 def test_a_single_variant_is_read_without_asking(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.dequantize import dequantize
 from support.pipelines import refused
 
 from sdonnx.errors import WeightsError
-from sdonnx.folder.symmetric import dequantize, quantize, scales_of
+from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.metrics import relative_error
 from sdonnx.quantization.number_formats import FORMATS, NumberFormat
 

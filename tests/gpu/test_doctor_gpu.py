@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from sdonnx.__main__ import main
+from sdonnx.cli.doctor import faults_of, faulty_backends
 from sdonnx.doctor.check_kernels import (
     ATTENTION,
     BACKENDS,
     DEFAULT_BACKEND,
     compare,
-    faults_of,
-    faulty_backends,
     kernel_opener,
     read_kernel_cases,
 )

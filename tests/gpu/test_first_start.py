@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from sdonnx.doctor.first_check import SELF_CHECK
-from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.kernel_trust import is_trusted
+from sdonnx.doctor.kernel_library import is_trusted, usable_library
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES

@@ -238,7 +238,7 @@ def test_more_than_two_to_the_31_elements(op_type: str, library: Path) -> None:
 
 
 def test_whole_check(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: Any) -> None:
-    """All cases of `sdonnx doctor` on this GPU; the record earns it a row in `sdonnx.doctor.kernel_trust`."""
+    """All cases of `sdonnx doctor` on this GPU; the record earns it a row in `sdonnx.doctor.kernel_library`."""
     monkeypatch.setenv("SDONNX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("sdonnx.cli.doctor.KERNEL_CASES_FILE", tmp_path / "none.json")  # only our own
     (tmp_path / "none.json").write_text('{"kernel_cases": [], "graphs": {}, "flags": {}}')

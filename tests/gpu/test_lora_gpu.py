@@ -22,8 +22,8 @@ from sdonnx.metrics import relative_error
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.quantization.quantization_types import TYPES
-from sdonnx.runtime.changed_weights import reads_in_place
 from sdonnx.runtime.device.session import Graph, Run
+from sdonnx.runtime.device.session_weights import reads_in_place
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 Build = Callable[[str], tuple[Path, Path]]

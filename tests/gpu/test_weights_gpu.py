@@ -15,7 +15,7 @@ from sdonnx.compose import shared_weights
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import load_shared_weights
 
 ROWS, COLUMNS = 16384, 8192
 BYTES = 2 * ROWS * COLUMNS

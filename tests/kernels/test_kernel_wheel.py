@@ -29,9 +29,9 @@ PROJECT = ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 USE = """
 import onnxruntime, sdonnx, sdonnx_kernels
-from sdonnx.doctor.kernel_library import find_kernel_library, open_kernel_library, require_tried_version
+from sdonnx.doctor.kernel_library import TRIED_VERSIONS, find_kernel_library, open_kernel_library
 path = find_kernel_library()
-require_tried_version(onnxruntime.__version__)
+assert onnxruntime.__version__ in TRIED_VERSIONS
 print(sdonnx.__file__, path, *open_kernel_library(path).architectures)
 onnxruntime.SessionOptions().register_custom_ops_library(str(path))
 """

@@ -27,7 +27,7 @@ from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
 from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import load_shared_weights
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from support.dequantize import dequantize
 from support.graphs import Array, feeds_for, graph, normal, operators, run
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.symmetric import dequantize, quantize, scales_of
+from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.graph.modules import MODULE_KEY
 from sdonnx.metrics import relative_error
 from sdonnx.quantization.number_formats import FORMATS

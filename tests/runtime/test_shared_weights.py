@@ -23,7 +23,7 @@ from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weight_buffers import load_shared_weights
+from sdonnx.runtime.device.session_weights import load_shared_weights
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 CPU = Device("cpu")

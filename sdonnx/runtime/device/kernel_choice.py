@@ -13,8 +13,7 @@ from typing import Any
 import onnxruntime
 
 from sdonnx.doctor.first_check import LIMIT_S, OFF, ON, STRICT, formats_of_types, kernel_faults, self_check
-from sdonnx.doctor.kernel_library import usable_library
-from sdonnx.doctor.kernel_trust import is_trusted, sdpa_kernel
+from sdonnx.doctor.kernel_library import is_trusted, sdpa_kernel, usable_library
 from sdonnx.errors import ProviderError
 from sdonnx.folder.pipeline_folder import own_kernel_graph
 from sdonnx.runtime.device.device import Device

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +24,7 @@ from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import NUMPY_TYPES
 
-__all__ = ["LowRankKernel", "LowRankProducts"]
+__all__ = ["LowRankProducts"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,34 +53,44 @@ _TERM = np.dtype(
 _TILE = 64  # kTile of the kernel
 
 
-class LowRankKernel:
-    """The kernel of a library on a device.
+class LowRankProducts:
+    """Adds products of low rank to the folder's values of initializers, on the device.
+
+    The factors of adapters stay on the device as long as their files are loaded, and the folder's values of changed
+    initializers until `forget`.
 
     Args:
-        library: the file of our kernel library.
         device: a GPU, or the CPU for the emulated library of tests.
+        library: our kernel library, which is loaded when it is needed; None for no kernel.
     """
 
-    def __init__(self, library: Path, device: Device) -> None:
-        function = ctypes.CDLL(str(library)).sdonnx_add_low_rank
-        pointer, number = ctypes.c_void_p, ctypes.c_int32
-        function.argtypes = [pointer, number, number, pointer, pointer, number, pointer]
-        function.restype = ctypes.c_char_p
-        self._function, self._device = function, device
+    def __init__(self, device: Device, library: Path | None) -> None:
+        self._device, self._library = device, library
+        self._bases: dict[tuple[Path, str], OrtValue] = {}
+        self._factors = WeakKeyDictionary[LowRank, dict[tuple[bool, int | None], tuple[OrtValue, OrtValue]]]()
 
-    @classmethod
-    def of(cls, library: Path, device: Device) -> LowRankKernel | None:
-        """Return the kernel; None with a library from before the kernel, or if its results are wrong."""
-        try:
-            kernel = cls(library, device)
-        except AttributeError:
-            return None
-        if kernel.is_right():
-            return kernel
-        _LOGGER.warning("new weights are computed on the host: the kernel of %s is wrong on %s", library, device)
-        return None
+    @cached_property
+    def is_usable(self) -> bool:
+        """Whether the library has the kernel, which older ones lack, and its results are right on the device."""
+        if self._kernel is None or self._is_right():
+            return self._kernel is not None
+        _LOGGER.warning(
+            "new weights are computed on the host: the kernel of %s is wrong on %s", self._library, self._device
+        )
+        return False
 
-    def is_right(self) -> bool:
+    @cached_property
+    def _kernel(self) -> Any:
+        kernel = (
+            None if self._library is None else getattr(ctypes.CDLL(str(self._library)), "sdonnx_add_low_rank", None)
+        )
+        if kernel is not None:
+            pointer, number = ctypes.c_void_p, ctypes.c_int32
+            kernel.argtypes = [pointer, number, number, pointer, pointer, number, pointer]
+            kernel.restype = ctypes.c_char_p
+        return kernel
+
+    def _is_right(self) -> bool:
         """Return whether the kernel adds two products to a small matrix correctly; all sums are exact in float16."""
         draw = np.random.default_rng(0)
         base, *factors = (
@@ -90,77 +101,8 @@ class LowRankKernel:
         up, down, other_up, other_down = (each.data_ptr() for each in uploaded)
         terms = [(up, down, 20, 2.0, True, True), (other_up, other_down, 3, -1.0, True, True)]
         expected = base + (2 * factors[0] @ factors[1] - factors[2] @ factors[3]).T
-        largest = self.run([(at, at, 1, 90, 90, 70, 0, 0, 2, 0, 0, True)], terms, writes=True)
+        largest = self._run([(at, at, 1, 90, 90, 70, 0, 0, 2, 0, 0, True)], terms, writes=True)
         return bool(np.array_equal(target.numpy(), expected) and largest[0] == np.abs(expected).max())
-
-    def run(
-        self, parts: list[tuple[Any, ...]], terms: list[tuple[Any, ...]], *, writes: bool
-    ) -> npt.NDArray[np.float32]:
-        """Compute parts of weights, wait, and return the largest magnitude of each weight.
-
-        Args:
-            parts: fields of `_PART`, with a `first_tile` of 0; each `weight` from 0 on occurs.
-            terms: fields of `_TERM`.
-            writes: whether to write the new values; otherwise only their magnitudes are computed.
-
-        Returns:
-            (weights); infinite where a value is not a number.
-
-        Raises:
-            ProviderError: the kernel cannot run.
-            DeviceMemoryError: the device has too little memory.
-        """
-        records = np.array(parts, _PART)
-        tiles = -(-records["channels"] // _TILE) * -(-records["inputs"] // _TILE)
-        records["first_tile"] = np.cumsum(tiles) - tiles
-        magnitudes = self._device.upload(np.zeros(int(records["weight"].max()) + 1, np.float32))
-        uploaded = [self._device.upload(each.view(np.uint8)) for each in (records, np.array(terms, _TERM))]
-        stream = cuda(self._device.index).stream if self._device.provider == "cuda" else 0
-        reason = self._function(
-            uploaded[0].data_ptr(),
-            len(records),
-            int(tiles.sum()),
-            uploaded[1].data_ptr(),
-            magnitudes.data_ptr(),
-            writes,
-            stream,
-        )
-        if reason is not None:
-            raise ProviderError(
-                f"the kernel that changes weights reports {reason.decode()!r}",
-                "kernels for this GPU",
-                f"install them again: {kernels_command()}",
-            )
-        self._device.synchronize()
-        found: npt.NDArray[np.float32] = magnitudes.numpy().copy()
-        return found
-
-
-class LowRankProducts:
-    """Adds products of low rank to the folder's values of initializers, on the device.
-
-    The factors of adapters stay on the device as long as their files are loaded, and the folder's values of changed
-    initializers until `forget`.
-
-    Args:
-        device: the device.
-        library: the library with the kernel, which is loaded when it is needed; None for no kernel.
-    """
-
-    def __init__(self, device: Device, library: Path | None) -> None:
-        self._device, self._library = device, library
-        self._loaded: LowRankKernel | None = None
-        self._bases: dict[tuple[Path, str], OrtValue] = {}
-        self._factors = WeakKeyDictionary[LowRank, dict[tuple[bool, int | None], tuple[OrtValue, OrtValue]]]()
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the library has a kernel that is right on the device."""
-        if self._loaded is None and self._library is not None:
-            self._loaded = LowRankKernel.of(self._library, self._device)
-            if self._loaded is None:
-                self._library = None
-        return self._loaded is not None
 
     def kept(self, folder: Path, name: str) -> OrtValue | None:
         """Return the copy on the device of an initializer's values in a component's folder, if there is one."""
@@ -199,9 +141,37 @@ class LowRankProducts:
                 out = buffers[name] if writes else base
                 parts += _parts(base, out, shape, place, (first, len(terms) - first), len(computed))
                 computed.append((weight, _dtype(base)))
-        if parts and self.is_usable and self._loaded is not None:
-            for (weight, dtype), largest in zip(computed, self._loaded.run(parts, terms, writes=writes), strict=True):
+        if parts and self.is_usable:
+            for (weight, dtype), largest in zip(computed, self._run(parts, terms, writes=writes), strict=True):
                 require_range(weight, float(largest), dtype)
+
+    def _run(
+        self, parts: list[tuple[Any, ...]], terms: list[tuple[Any, ...]], *, writes: bool
+    ) -> npt.NDArray[np.float32]:
+        """Compute parts of weights, wait, and return the largest magnitude of each weight, infinite for NaN.
+
+        Args:
+            parts: fields of `_PART`, with a `first_tile` of 0; each `weight` from 0 on occurs.
+            terms: fields of `_TERM`.
+            writes: whether to write the new values; otherwise only their magnitudes are computed.
+        """
+        records = np.array(parts, _PART)
+        tiles = -(-records["channels"] // _TILE) * -(-records["inputs"] // _TILE)
+        records["first_tile"] = np.cumsum(tiles) - tiles
+        magnitudes = self._device.upload(np.zeros(int(records["weight"].max()) + 1, np.float32))
+        uploaded = [self._device.upload(each.view(np.uint8)) for each in (records, np.array(terms, _TERM))]
+        addresses = [each.data_ptr() for each in (*uploaded, magnitudes)]
+        stream = cuda(self._device.index).stream if self._device.provider == "cuda" else 0
+        reason = self._kernel(addresses[0], len(records), int(tiles.sum()), *addresses[1:], writes, stream)
+        if reason is not None:
+            raise ProviderError(
+                f"the kernel that changes weights reports {reason.decode()!r}",
+                "kernels for this GPU",
+                f"install them again: {kernels_command()}",
+            )
+        self._device.synchronize()
+        found: npt.NDArray[np.float32] = magnitudes.numpy().copy()
+        return found
 
     def _base(self, changed: ChangedComponent, name: str) -> OrtValue:
         key = changed.table.folder, name

@@ -10,8 +10,7 @@ import onnxruntime
 import pytest
 from support.kernel_library import emulated_library
 
-from sdonnx.runtime import changed_weights
-from sdonnx.runtime.device import session
+from sdonnx.runtime.device import session, session_weights
 from sdonnx.runtime.device.low_rank_kernel import LowRankProducts
 from sdonnx.runtime.device.session import Graph
 
@@ -39,7 +38,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, plain
     """
     if getattr(request, "param", "host") == "device":
         library = emulated_library()
-        monkeypatch.setattr(changed_weights, "LowRankProducts", lambda device, _: LowRankProducts(device, library))
-    monkeypatch.setattr(changed_weights, "reads_in_place", lambda _: True)
+        monkeypatch.setattr(session_weights, "LowRankProducts", lambda device, _: LowRankProducts(device, library))
+    monkeypatch.setattr(session_weights, "reads_in_place", lambda _: True)
     with mock.patch.object(Graph, "_load", autospec=True, side_effect=Graph._load) as counted:
         yield counted

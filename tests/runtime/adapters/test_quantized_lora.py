@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from PIL import Image
+from support.dequantize import dequantize
 from support.lora_files import pipeline_of, write_lora
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
@@ -19,7 +20,7 @@ from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
 from sdonnx.errors import WeightsError
-from sdonnx.folder.symmetric import dequantize, quantize, scales_of
+from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.folder.weight_table import Place, WeightTable
 from sdonnx.lora.adapter_file import read_adapter
 from sdonnx.lora.changed_component import change_component

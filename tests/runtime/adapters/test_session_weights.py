@@ -23,10 +23,9 @@ from support.weekly_cases import weekly
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.folder.weight_table import WeightTable
-from sdonnx.runtime.changed_weights import reads_in_place
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
-from sdonnx.runtime.device.weight_buffers import weight_buffer
+from sdonnx.runtime.device.session_weights import reads_in_place, weight_buffer
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 CPU = Device("cpu")

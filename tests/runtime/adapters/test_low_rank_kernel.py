@@ -19,7 +19,7 @@ from sdonnx.folder.weight_table import Initializer, Place, WeightTable
 from sdonnx.lora.changed_component import change_component
 from sdonnx.lora.weight_change import LowRank, low_rank
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.low_rank_kernel import LowRankKernel, LowRankProducts
+from sdonnx.runtime.device.low_rank_kernel import LowRankProducts
 
 CPU = Device("cpu")
 
@@ -122,8 +122,8 @@ def test_libraries_without_the_kernel_or_with_a_wrong_one(
     assert not LowRankProducts(CPU, None).is_usable
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
-        assert LowRankKernel.of(Path("old.so"), CPU) is None
-    monkeypatch.setattr(LowRankKernel, "run", lambda *_, **__: np.zeros(1, np.float32))
+        assert not LowRankProducts(CPU, Path("old.so")).is_usable
+    monkeypatch.setattr(LowRankProducts, "_run", lambda *_, **__: np.zeros(1, np.float32))
     with caplog.at_level(logging.WARNING, logger="sdonnx"):
         assert not LowRankProducts(CPU, emulated_library()).is_usable
     assert "computed on the host" in caplog.text
