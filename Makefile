@@ -28,7 +28,8 @@ test-fast: venv ## run the tests that need no sample pipeline, about two minutes
 test: ## run everything that CI runs
 	scripts/test.sh
 
-weekly: venv ## run and record what takes too long for CI, hours; it continues after a kill
+weekly: ## run and record what takes too long for CI, hours; it continues after a kill
+	@source scripts/setup_venv.sh && setup_venv export,benchmark,completion,docs,dev,ray
 	$(BIN)/python scripts/weekly.py
 
 graphs: venv ## export the graphs in tests/graphs again, after a change of the exporter, torch or diffusers

@@ -44,7 +44,7 @@ from server_replicas import measure_replicas
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.record import environment
 from sdonnx.errors import OptionError
-from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.terminal import console, guarded
 
 _SOAK_KINDS: tuple[dict[str, Any], ...] = (

@@ -24,7 +24,7 @@ from server_load import CLIENTS, PATH, PROMPTS, TIMEOUT_S, common_fields, descri
 from sdonnx.errors import SdonnxError
 from sdonnx.folder.folder_version import read_report
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
+from sdonnx.serve.http.responses import QUALITY, encode_base64
 from sdonnx.terminal import console
 
 _WARM_UPS = 2  # requests that are not counted before those that are sent one at a time

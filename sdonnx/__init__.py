@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sdonnx.sample.write_sample import write_sample
     from sdonnx.serve.async_pipeline import AsyncPipeline
     from sdonnx.serve.image_request import ImageRequest
-    from sdonnx.serve.serve_limits import ServeLimits
+    from sdonnx.serve.serve_settings import ServeLimits
 
 __all__ = [
     "AsyncPipeline",
@@ -86,7 +86,7 @@ _HOMES = {
     "OrtDiffusionPipeline": "sdonnx.runtime.pipeline",
     "PromptTruncatedWarning": "sdonnx.runtime.inputs.prompt_tokenizer",
     "RebuildWarning": "sdonnx.folder.folder_version",
-    "ServeLimits": "sdonnx.serve.serve_limits",
+    "ServeLimits": "sdonnx.serve.serve_settings",
     "compile": "sdonnx.compiler.compile_module",
     "compile_pipe": "sdonnx.compiler.compile_pipe",
     "export_pipeline": "sdonnx.export.export_pipeline",

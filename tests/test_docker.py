@@ -19,9 +19,9 @@ import pytest
 from sdonnx.cli import serve
 from sdonnx.cli.command_line import CommandParser
 from sdonnx.serve.http.application import create_app
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_request import BatchKey
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 yaml: Any = pytest.importorskip("yaml")

@@ -25,9 +25,8 @@ ALLOWED: Mapping[str, set[str]] = {
     "runtime/pipeline_base.py": {"IP-Adapters", "ip_adapter_image", "ip_adapter_scale", "set_ip_adapter_scale"},
     # Fields of requests are those arguments.
     "serve/conditioning_images.py": {"IP-Adapter", "ip_adapter_image", "ip_adapter_scale"},
-    "serve/http/conditioning_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
+    "serve/http/request_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
-    "serve/triton_repository.py": {"ip_adapter_image", "ip_adapter_scale"},
     "compiler/compiled_unet.py": {"load_ip_adapter"},
     "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
@@ -41,7 +40,6 @@ ALLOWED: Mapping[str, set[str]] = {
         "PixArtTransformer2DModel",
         "pixart",
         "pixart_export",
-        "pixart_transformer",
     },
     # The argument of `export_pipeline`.
     "benchmark/prepare_folders.py": {"ip_adapters"},

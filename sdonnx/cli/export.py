@@ -6,8 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from sdonnx.export.open_source import is_hub_id, open_source
-from sdonnx.export.single_file.suffixes import is_single_file
+from sdonnx.export.open_source import is_hub_id, is_single_file, open_source
 from sdonnx.terminal import add_common, add_option, console, tensor_progress
 
 __all__ = ["add_arguments", "run"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from sdonnx.errors import OptionError
 from sdonnx.installation import requiring
 from sdonnx.lora.lora_folder import list_loras
-from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.terminal import add_common, add_option, console
 
 __all__ = ["add_arguments", "run"]
@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus_per_replica", type=float, default=None, metavar="N", help=gpus)
     address = "with --ray: address of a running cluster (default: start Ray on this machine)"
     add("--ray_address", default=None, metavar="ADDRESS", help=address)
-    triton = "write a model repository for Triton's Python backend into this folder, and serve nothing"
-    add("--write_triton", type=Path, default=None, metavar="REPO", help=triton)
+    add("--write_triton", default=None, help=argparse.SUPPRESS)  # of an older version
     add("--require_certificate", action="store_true", help="refuse a folder without a valid certificate")
     add_common(parser)
 
@@ -84,7 +83,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     folders = _folders(options.model)
     if options.write_triton is not None:
-        return _write_triton(options, folders)
+        raise OptionError(
+            "--write_triton, which has been removed",
+            "a model repository made from examples/triton",
+            "copy that folder, see docs/how-to/serve-with-triton.md",
+        )
     if options.ray:
         return _run_on_ray(options, folders)
     _refuse_without_ray(options)
@@ -93,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     for size in sizes:
         limits.check_size(*size)
     loras = {} if options.lora_folder is None else list_loras(options.lora_folder)
-    from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
+    from sdonnx.serve.serve_settings import ServeSettings, read_api_keys
 
     settings = ServeSettings(
         api_keys=read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE)),
@@ -131,16 +134,6 @@ def run(options: argparse.Namespace) -> int:
     return 0 if forced_by is None else _SIGNALLED + forced_by
 
 
-def _write_triton(options: argparse.Namespace, folders: dict[str, str]) -> int:
-    """Write a model repository for Triton, and print the models' folders."""
-    from sdonnx.serve.triton_repository import write_triton_repository
-
-    loras = {} if options.lora_folder is None else list_loras(options.lora_folder)
-    for path in write_triton_repository(options.write_triton, folders, _limits(options), loras):
-        console().print(str(path), markup=False)
-    return 0
-
-
 def _limits(options: argparse.Namespace) -> ServeLimits:
     return ServeLimits(**{name: getattr(options, name) for name in _LIMIT_OPTIONS})
 
@@ -155,13 +148,15 @@ def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
     if options.lora_folder is not None:
         values["lora_folder"] = str(options.lora_folder.resolve())
     models = ",".join(f"{name}={Path(folder).resolve()}" for name, folder in folders.items())
-    from sdonnx.serve.http.serve_settings import read_api_keys
+    from sdonnx.serve.serve_settings import read_api_keys
 
     keys = read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE))
     if keys:
         os.environ[KEYS_VARIABLE] = ",".join(keys)
     with requiring("sdonnx serve --ray", "ray"):
-        from sdonnx.serve.ray_command import serve_on_ray
+        import ray  # noqa: F401  the message names the command
+
+        from sdonnx.serve.ray import serve_on_ray
 
     port = options.port
     if port == 0 and options.ray_address is None:

@@ -1,7 +1,7 @@
 """PixArtTransformer2DModel: the signature of its graph, and the calls that the graph computes.
 
 The graph computes one row of modulation for the whole batch, as pipelines call it: all images share the timestep and
-the size (`sdonnx.export.pixart_transformer`).
+the size (`sdonnx.export.pixart_export`).
 """
 
 from __future__ import annotations

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from sdonnx.errors import FolderError
 from sdonnx.export.config_entries import QUANTIZATION, require_known_entries
+from sdonnx.export.module_construction import max_modules
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights
+from sdonnx.export.single_file.open_single_file import SingleFile
 from sdonnx.export.stored_tensors import WeightFiles, Weights
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, read_config
 from sdonnx.models.spec import ComponentSpec
 
-if TYPE_CHECKING:
-    from sdonnx.export.single_file.open_single_file import SingleFile
-
-__all__ = ["ComponentPlan", "max_modules", "plan_component", "plan_model"]
+__all__ = ["ComponentPlan", "plan_component", "plan_model"]
 
 # Library in model_index.json -> module that contains the class. A pipeline's own classes are next to the pipeline.
 _LIBRARIES = {
@@ -164,28 +161,6 @@ def _builder(library: str, class_name: str, component: Path) -> Callable[[], tor
     return build
 
 
-@contextlib.contextmanager
-def max_modules(tensors: int) -> Iterator[None]:
-    """Raise if far more modules are created than there are tensors: a broken configuration can ask for a billion.
-
-    Args:
-        tensors: Number of tensors in the weights of the modules.
-    """
-    count, limit = 0, 100 + 10 * tensors  # a layer has about two tensors, and a few modules around it
-
-    def counted(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count > limit:
-            raise ValueError("it describes far more layers than there are weights for")
-
-    hook = register_module_module_registration_hook(counted)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _require_weights(
     build: Callable[[], torch.nn.Module], component: Path, weights: WeightFiles | RenamedWeights
 ) -> None:
@@ -199,9 +174,6 @@ def _require_weights(
     except Exception as error:  # a module's constructor raises any exception for a wrong value
         raise _bad_config(component, error) from error
     weights.require_all_read({weights.find(name, tuple(each.shape)) for name, each in module.state_dict().items()})
-    if isinstance(weights, RenamedWeights) and not weights.component.startswith("text_encoder"):
-        # Unused tensors of a text encoder are the last layer of Stable Diffusion 2 and buffers.
-        weights.require_no_others(module.state_dict())
 
 
 def _bad_config(component: Path, error: Exception) -> FolderError:

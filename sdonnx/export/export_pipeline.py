@@ -21,11 +21,9 @@ from sdonnx.export.component_plan import ComponentPlan, plan_component
 from sdonnx.export.config_entries import require_known_index
 from sdonnx.export.control_network_export import ControlFiles
 from sdonnx.export.exported_families import wrapper_of
-from sdonnx.export.interruption import interruptible
 from sdonnx.export.ip_adapter_export import IMAGE_ENCODER, AdapterFiles
-from sdonnx.export.open_source import open_source
+from sdonnx.export.open_source import is_single_file, open_source
 from sdonnx.export.single_file.open_single_file import SingleFile, open_single_file
-from sdonnx.export.single_file.suffixes import is_single_file
 from sdonnx.export.trace import trace
 from sdonnx.export.weight_files import find_weights, require_safetensors, require_variant
 from sdonnx.folder.pipeline_folder import (
@@ -177,8 +175,7 @@ def _export(
         if processor is not None:
             processor.save_pretrained(made / IMAGE_PROCESSOR)
         for plan in plans:
-            with interruptible():
-                _export_component(folder, family, plan, made, dtype, progress)
+            _export_component(folder, family, plan, made, dtype, progress)
 
 
 def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], added: _AddedFiles) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from sdonnx.export import ip_adapter_wrappers, pixart_export, stable_diffusion_export, stable_diffusion_xl_export
-from sdonnx.export.control_network_wrappers import control_wrapper
+from sdonnx.export import pixart_export, stable_diffusion_export
+from sdonnx.export.conditioning_wrappers import control_wrapper, with_image_prompts
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
 from sdonnx.models.spec import ComponentSpec, Family
@@ -17,7 +17,7 @@ __all__ = ["WRAPPERS", "wrap", "wrapper_of"]
 
 WRAPPERS: Mapping[str, Mapping[str, type[Wrapper]]] = {
     STABLE_DIFFUSION.name: stable_diffusion_export.WRAPPERS,
-    STABLE_DIFFUSION_XL.name: stable_diffusion_xl_export.WRAPPERS,
+    STABLE_DIFFUSION_XL.name: stable_diffusion_export.XL_WRAPPERS,
     PIXART.name: pixart_export.WRAPPERS,
     PIXART_SIGMA.name: pixart_export.WRAPPERS,
 }
@@ -30,7 +30,7 @@ def wrapper_of(family: Family, spec: ComponentSpec) -> type[Wrapper]:
         return wrapper
     wrappers = WRAPPERS[family.name]
     if family.adapters is not None:
-        wrappers = ip_adapter_wrappers.with_image_prompts(wrappers)
+        wrappers = with_image_prompts(wrappers)
     return wrappers[spec.name]
 
 

@@ -1,4 +1,4 @@
-"""Export of IP-Adapters: components that they add to a pipeline, and the denoiser that attends to images."""
+"""Export of IP-Adapters: their components and weights, and the denoiser that attends to images."""
 
 from __future__ import annotations
 

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sdonnx.errors import FolderError, SdonnxError
-from sdonnx.export.single_file.suffixes import SUFFIXES
 from sdonnx.export.weight_files import only_variant
 from sdonnx.folder.folder_version import require_diffusers
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.models.registry import family_of
 
-__all__ = ["download_files", "is_hub_id", "open_source"]
+__all__ = ["PICKLES", "download_files", "is_hub_id", "is_single_file", "open_source"]
+
+PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+"""Suffixes of single-file checkpoints that are pickles."""
+
+_SUFFIXES = (".safetensors", *PICKLES)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,8 +38,14 @@ _REASONS = {
 def is_hub_id(source: str | Path) -> bool:
     """Return whether a source is the id of a pipeline on the hub, such as "owner/name", and not a local path."""
     text = str(source)
-    named = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith(SUFFIXES)
+    named = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not text.endswith(_SUFFIXES)
     return named and not Path(source).exists()
+
+
+def is_single_file(source: str | Path) -> bool:
+    """Return whether a source is an existing file of weights, and not a folder or the id of a pipeline."""
+    path = Path(source)
+    return path.suffix in _SUFFIXES and path.is_file()
 
 
 def open_source(source: str | Path, variant: str | None = None) -> PipelineFolder:

@@ -8,6 +8,9 @@ The rule for Split is left out: models split by `chunk`, so it never replaced an
 
 from __future__ import annotations
 
+import ast
+import io
+import tokenize
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -17,11 +20,10 @@ from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter.rules import common
 
 from sdonnx.errors import cause_of
-from sdonnx.export.output_sizes import space_output_sizes
 from sdonnx.graph.modules import keep_module_paths
 from sdonnx.graph.passes import FoldWeightTransposes
 
-__all__ = ["WRAPPED", "simplify"]
+__all__ = ["WRAPPED", "simplify", "space_output_sizes", "spaced"]
 
 WRAPPED = "model."
 """Prefix of the names of the parameters of a traced module, which is the attribute `model` of the exported one."""
@@ -109,3 +111,33 @@ def _rewrite(model: ir.Model) -> None:
         common_passes.OutputFixPass(),
         common_passes.NameFixPass(),
     )(model)
+
+
+_ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.Load, ast.Constant)
+
+
+def spaced(size: str) -> str:
+    """Return a size with spaces between all its parts and no needless parentheses.
+
+    `(height//8)` becomes `height // 8`, and `((height - 1)//2) + 1` becomes `( height - 1 ) // 2 + 1`. A size that is
+    not arithmetic of names and integers is returned unchanged.
+    """
+    try:
+        tree = ast.parse(size, mode="eval")
+    except SyntaxError:
+        return size
+    if not all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)):
+        return size
+    tokens = tokenize.generate_tokens(io.StringIO(ast.unparse(tree)).readline)
+    return " ".join(token.string for token in tokens if token.string.strip())
+
+
+def space_output_sizes(model: ir.Model) -> None:
+    """Apply `spaced` to every symbolic size of the outputs of `model`."""
+    for output in model.graph.outputs:
+        if output.shape is None:
+            continue
+        output.shape = ir.Shape(
+            ir.SymbolicDim(spaced(size.value)) if isinstance(size, ir.SymbolicDim) and size.value else size
+            for size in output.shape
+        )

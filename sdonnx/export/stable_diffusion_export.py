@@ -1,4 +1,4 @@
-"""Export of Stable Diffusion 1 and 2: wrappers of its components, by component name."""
+"""Export of Stable Diffusion 1, 2 and XL: wrappers of their components, by component name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
-from sdonnx.export.wrappers import VAE_WRAPPERS, Denoiser, TextEncoder, Wrapper
+from sdonnx.export.wrappers import (
+    VAE_WRAPPERS,
+    Denoiser,
+    LayeredTextEncoder,
+    ProjectedTextEncoder,
+    SizeConditionedDenoiser,
+    TextEncoder,
+    Wrapper,
+)
 
-__all__ = ["WRAPPERS"]
+__all__ = ["WRAPPERS", "XL_WRAPPERS"]
 
 
 class SafetyChecker(Wrapper):
@@ -47,4 +55,11 @@ WRAPPERS: Mapping[str, type[Wrapper]] = {
     "text_encoder": TextEncoder,
     "unet": Denoiser,
     "safety_checker": SafetyChecker,
+}
+
+XL_WRAPPERS: Mapping[str, type[Wrapper]] = {
+    **VAE_WRAPPERS,
+    "text_encoder": LayeredTextEncoder,
+    "text_encoder_2": ProjectedTextEncoder,
+    "unet": SizeConditionedDenoiser,
 }

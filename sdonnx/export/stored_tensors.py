@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from sdonnx.errors import WeightsError
 from sdonnx.export.weight_files import find_weights
 
-__all__ = ["Shape", "StoredTensors", "WeightFiles", "Weights", "narrowed", "tensors_in_pickle"]
+__all__ = ["Shape", "StoredTensors", "WeightFiles", "Weights", "narrowed", "spellings", "tensors_in_pickle"]
 
 # diffusers renamed the projections of its first attention block, and maps the old names when it loads a model
 # (`ModelMixin._fix_state_dict_keys_on_load`). The published VAEs of Stable Diffusion 1 have the old names.
@@ -288,8 +288,8 @@ class WeightFiles:
         Raises:
             WeightsError: The parameter is missing, has another shape, or has an encoding that is not known.
         """
-        spellings = list(_spellings(name))
-        for key in spellings:
+        names = list(spellings(name))
+        for key in names:
             if (found := self._tensors.shapes.get(key)) is None:
                 continue
             self._tensors.require_number(key)
@@ -300,7 +300,7 @@ class WeightFiles:
                     "use the config.json and the weights of one pipeline",
                 )
             return key
-        self._tensors.require_no_parts(spellings)
+        self._tensors.require_no_parts(names)
         raise WeightsError(
             f"the weights in {self._tensors.path} have no {name}",
             "every parameter that config.json describes",
@@ -341,7 +341,7 @@ def narrowed(tensor: torch.Tensor, dtype: npt.DTypeLike, key: str, file: Path) -
     return np.array(narrow.numpy(), copy=True)
 
 
-def _spellings(name: str) -> Iterable[str]:
+def spellings(name: str) -> Iterable[str]:
     """Yield the names of the parameter `name` in published files."""
     yield name
     for prefix in _CLIP_PREFIXES:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from sdonnx.export.decomposition import FLOOR_DIVISION, TRANSLATIONS, divides_negatives, skip_decomposition
-from sdonnx.export.module_buffers import module_buffers
+from sdonnx.export.module_construction import module_buffers
 from sdonnx.export.repeated_blocks import repeat_blocks, shortened
 from sdonnx.export.simplify import WRAPPED, simplify
 from sdonnx.export.stored_tensors import Weights

@@ -1,1 +1,1 @@
-"""Image generation for many clients: a queue with batches in process, an HTTP server, Ray Serve and Triton."""
+"""Image generation for many clients: a queue with batches in process, an HTTP server, and Ray Serve."""

@@ -12,11 +12,10 @@ from sdonnx.errors import OptionError, UnavailableError
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.batch_worker import BatchWorker, ServedModel
 from sdonnx.serve.conditioning_images import has_conditioning, offered_inputs
-from sdonnx.serve.image_job import GeneratedImages, ImageJob
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
+from sdonnx.serve.image_service import GeneratedImages, ImageJob, ServeObserver
 from sdonnx.serve.later_captures import LaterCapture
-from sdonnx.serve.serve_limits import ServeLimits
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.serve.served_loras import ServedLoras
 
 __all__ = ["AsyncPipeline"]

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, UnavailableError
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.serve.conditioning_images import call_arguments, plan_conditioning
-from sdonnx.serve.fair_queue import FairQueue
-from sdonnx.serve.fair_share import is_fair
-from sdonnx.serve.image_job import ImageJob, StepProgress
+from sdonnx.serve.fair_queue import FairQueue, is_fair
 from sdonnx.serve.image_request import BatchKey, check_request
+from sdonnx.serve.image_service import ImageJob, ServeObserver, StepProgress
 from sdonnx.serve.later_captures import LaterCapture, LaterCaptures
-from sdonnx.serve.serve_limits import ServeLimits
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.serve.served_loras import ServedLoras
 
 if TYPE_CHECKING:

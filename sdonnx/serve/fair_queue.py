@@ -10,10 +10,64 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["FairQueue"]
+__all__ = ["FairQueue", "SharedPlaces", "is_fair"]
+
+
+def is_fair(amount: int, held: int, total: int, capacity: int) -> bool:
+    """Return whether a client may take places: it may hold no more than it leaves free.
+
+    So one client gets half of the places and two get a third each, and a new client always finds some. A client without
+    places may take any that are free. A request for many places counts twice, so that small requests of the same
+    client, which may be a network of several users, still find some.
+
+    Source: Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM
+    Transactions on Networking 6 (1998), with a factor of 1.
+
+    Args:
+        amount: places to take.
+        held: places that the client holds.
+        total: places that all clients hold.
+        capacity: all places.
+    """
+    free = capacity - total - amount
+    return free >= 0 and (not held or held + 2 * amount - 1 <= free)
+
+
+class SharedPlaces:
+    """Places that clients hold; not thread-safe. A client without a name may take all that are free.
+
+    Args:
+        capacity: number of all places.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._held: Counter[str] = Counter()
+
+    def held(self, client: str) -> int:
+        """Return the number of places that a client holds."""
+        return self._held[client]
+
+    def is_full(self, amount: int) -> bool:
+        """Return whether there is no room for `amount` more places, for any client."""
+        return self._held.total() + amount > self.capacity
+
+    def take(self, client: str, amount: int) -> bool:
+        """Take places for a client; return whether it may have them."""
+        if not is_fair(amount, self._held[client] if client else 0, self._held.total(), self.capacity):
+            return False
+        self._held[client] += amount
+        return True
+
+    def give_back(self, client: str, amount: int) -> None:
+        """Give back places of a client."""
+        self._held[client] -= amount
+        if not self._held[client]:
+            del self._held[client]
+
 
 _MAX_PREFERRED = 3  # batches in a row that may precede the lane whose turn it is
 _RECENT_S = 30.0  # in which a client was served, so that it may come again
@@ -38,25 +92,6 @@ class _Entry(Generic[Item]):
     waiting: int
     cost: float
     arrived: float
-
-
-@dataclass
-class _Lane(Generic[Item]):
-    """The requests with one batch key.
-
-    Attributes:
-        entries: requests, the next one of a client first.
-    """
-
-    entries: deque[_Entry[Item]] = field(default_factory=deque)
-
-    @property
-    def waiting(self) -> int:
-        return sum(entry.waiting for entry in self.entries)
-
-    @property
-    def oldest(self) -> float:
-        return min(entry.arrived for entry in self.entries)
 
 
 class _Turns:
@@ -122,13 +157,13 @@ class FairQueue(Generic[Item]):
     def __init__(self, sizes: Callable[[Hashable], Sequence[int]], max_wait_s: float, many: int | None = None) -> None:
         self._sizes, self._max_wait_s, self._many = sizes, max_wait_s, many
         self._served_s: dict[str, float] = {}  # by client, for those that were served recently
-        self._lanes: dict[Hashable, _Lane[Item]] = {}
+        self._lanes: dict[Hashable, deque[_Entry[Item]]] = {}  # by batch key; the next request of a client first
         self._lane_turns, self._client_turns = _Turns(counts_joined=False), _Turns(counts_joined=True)
         self._preferred = 0  # batches in a row that came from a lane out of turn
 
     def __len__(self) -> int:
         """Return the number of images that wait."""
-        return sum(lane.waiting for lane in self._lanes.values())
+        return sum(entry.waiting for entry in self._entries())
 
     @property
     def work(self) -> float:
@@ -138,7 +173,7 @@ class FairQueue(Generic[Item]):
     @property
     def oldest_s(self) -> float | None:
         """Time at which the oldest request arrived; None if nothing waits."""
-        return min((lane.oldest for lane in self._lanes.values()), default=None)
+        return min((entry.arrived for entry in self._entries()), default=None)
 
     def waiting_of(self, client: str) -> int:
         """Return the number of images of a client that wait."""
@@ -157,14 +192,13 @@ class FairQueue(Generic[Item]):
         """
         self._lane_turns.join(key)
         self._client_turns.join(client)
-        self._lanes.setdefault(key, _Lane()).entries.append(_Entry(item, client, images, cost, now))
+        self._lanes.setdefault(key, deque()).append(_Entry(item, client, images, cost, now))
 
     def remove(self, item: Item) -> None:
         """Remove the images of a request that still wait."""
         for key, lane in list(self._lanes.items()):
-            removed = [entry for entry in lane.entries if entry.item == item]
-            for entry in removed:
-                lane.entries.remove(entry)
+            for entry in [each for each in lane if each.item == item]:
+                lane.remove(entry)
                 self._drop_empty(key, entry.client)
 
     def clear(self) -> list[Item]:
@@ -196,29 +230,29 @@ class FairQueue(Generic[Item]):
         self._preferred = 0 if key == turn else self._preferred + 1
         lane = self._lanes[key]
         first, crowding = self._next_entry(key).client, self._crowding(now)
-        fitting = sum(entry.waiting for entry in lane.entries if entry.client not in crowding)
+        fitting = sum(entry.waiting for entry in lane if entry.client not in crowding)
         most = 1 if first in crowding else fitting
         count = max((size for size in self._sizes(key) if size <= most), default=1)
         batch = []
-        cost = lane.entries[0].cost
+        cost = lane[0].cost
         self._lane_turns.pass_time(turn)
         self._client_turns.pass_time(self._next_entry(turn).client)
         for _ in range(count):
             entry = self._next_entry(key, crowding - {first})
             self._served_s[entry.client] = now
-            lane.entries.remove(entry)
+            lane.remove(entry)
             batch.append(entry.item)
             entry.waiting -= 1
             self._lane_turns.charge(key, cost)
             self._client_turns.charge(entry.client, cost)
             if entry.waiting:
-                lane.entries.append(entry)
+                lane.append(entry)
             else:
                 self._drop_empty(key, entry.client)
         return batch
 
     def _entries(self) -> Iterator[_Entry[Item]]:
-        return (entry for lane in self._lanes.values() for entry in lane.entries)
+        return (entry for lane in self._lanes.values() for entry in lane)
 
     def _crowding(self, now: float) -> set[str]:
         """Return the clients with many images that wait, if there are others or were recently."""
@@ -232,7 +266,7 @@ class FairQueue(Generic[Item]):
 
     def _next_entry(self, key: Hashable, without: Collection[str] = ()) -> _Entry[Item]:
         """Return the first request of the client that has its turn in a lane."""
-        entries = (entry for entry in self._lanes[key].entries if entry.client not in without)
+        entries = (entry for entry in self._lanes[key] if entry.client not in without)
         return min(entries, key=lambda entry: self._turn(entry.client))
 
     def _turn(self, client: str) -> tuple[float, float]:
@@ -242,18 +276,21 @@ class FairQueue(Generic[Item]):
     def _first(self, keys: Sequence[Hashable]) -> Hashable:
         def order(key: Hashable) -> tuple[tuple[float, float], float, float]:
             client = self._next_entry(key).client
-            return self._turn(client), self._lane_turns.start(key), self._lanes[key].oldest
+            return self._turn(client), self._lane_turns.start(key), self._oldest(key)
 
         return min(keys, key=order)
 
     def _ripe_at(self, key: Hashable) -> float:
         lane = self._lanes[key]
-        is_full = lane.waiting >= self._sizes(key)[-1]
-        return float("-inf") if is_full else lane.oldest + self._max_wait_s
+        is_full = sum(entry.waiting for entry in lane) >= self._sizes(key)[-1]
+        return float("-inf") if is_full else self._oldest(key) + self._max_wait_s
+
+    def _oldest(self, key: Hashable) -> float:
+        return min(entry.arrived for entry in self._lanes[key])
 
     def _drop_empty(self, key: Hashable, client: str) -> None:
         """Remove a lane without requests, and a client without any."""
-        if not self._lanes[key].entries:
+        if not self._lanes[key]:
             self._lane_turns.leave(key)
             del self._lanes[key]
         if all(entry.client != client for entry in self._entries()):

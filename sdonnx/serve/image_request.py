@@ -18,7 +18,7 @@ from sdonnx.serve.conditioning_images import (
     ConditioningImages,
     plan_conditioning,
 )
-from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.serve.served_loras import LoraWeights, plan_loras
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from sdonnx.serve.image_request import BatchKey
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.image_service import ServeObserver
 
 __all__ = ["PrometheusMetrics"]
 

@@ -1,4 +1,4 @@
-"""The server on Ray Serve: `serve run sdonnx.serve.ray:app folder=fast replicas=2`.
+"""The server on Ray Serve: `sdonnx serve --ray`, or `serve run sdonnx.serve.ray:app folder=fast replicas=2`.
 
 A deployment speaks HTTP, and one deployment for each model generates images: a pipeline for each replica, with a queue
 of its own. The first one sends a request again if its replica is lost.
@@ -7,31 +7,84 @@ of its own. The first one sends a request again if its replica is lost.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from sdonnx.installation import requiring
 from sdonnx.serve.async_pipeline import AsyncPipeline
-from sdonnx.serve.image_request import ImageRequest
+from sdonnx.serve.image_request import BatchKey, ImageRequest
+from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.remote_pipeline import RemoteEvent, RemotePipeline, replica_events
-from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.serve_settings import ServeLimits
 
 with requiring("sdonnx.serve.ray", "ray"):
+    import ray
     from ray import serve
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import RayServeException
+    from ray.util.metrics import Counter, Gauge, Histogram
 
-    from sdonnx.serve.ray_metrics import RayMetrics
-    from sdonnx.serve.ray_options import RayOptions
+    from sdonnx.serve.ray_proxy import CALLBACK_VARIABLE, RayOptions, middlewares
 
-__all__ = ["Front", "Generator", "app"]
+__all__ = ["Front", "Generator", "app", "serve_on_ray"]
 
 KEYS_VARIABLE = "SDONNX_API_KEYS"
 
 # Requests that a replica holds beyond its own queue: health checks, and the batch that runs.
 _SPARE_REQUESTS = 64
+
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250]
+_IMAGES = [1, 2, 4, 8, 16, 32]
+
+
+class RayMetrics(ServeObserver):
+    """Counts the events of a replica, which Ray exports for Prometheus under the prefix `ray_`."""
+
+    def __init__(self) -> None:
+        model = ("model",)
+        self._waiting = Gauge("sdonnx_queue_images", description="Images that wait")
+        self._queue_s = Histogram("sdonnx_queue_seconds", boundaries=_SECONDS, tag_keys=model)
+        self._batch = Histogram("sdonnx_batch_images", boundaries=_IMAGES, tag_keys=model)
+        self._stages = Histogram("sdonnx_stage_seconds", boundaries=_SECONDS, tag_keys=("model", "stage"))
+        self._requests = Counter("sdonnx_replica_requests_total", tag_keys=("model", "outcome"))
+        self._image_steps = Counter("sdonnx_image_steps_total", tag_keys=model)
+        self._loras = Histogram("sdonnx_lora_change_seconds", boundaries=_SECONDS, tag_keys=model)
+        self._shapes = Gauge("sdonnx_captured_shapes", tag_keys=model)
+        self._pending = Gauge("sdonnx_pending_captures", description="Shapes to capture in the background")
+        self._free = Gauge("sdonnx_device_free_bytes", description="Free memory of the GPU")
+
+    def queued(self, images: int) -> None:
+        self._waiting.set(images)
+
+    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
+        tags = {"model": key.model}
+        self._batch.observe(len(queue_s), tags=tags)
+        for seconds in queue_s:
+            self._queue_s.observe(seconds, tags=tags)
+
+    def stepped(self, key: BatchKey, images: int) -> None:
+        self._image_steps.inc(images, tags={"model": key.model})
+
+    def stage_ended(self, model: str, stage: str, seconds: float) -> None:
+        self._stages.observe(seconds, tags={"model": model, "stage": stage})
+
+    def request_ended(self, model: str, outcome: str, seconds: float) -> None:
+        self._requests.inc(1, tags={"model": model, "outcome": outcome})
+
+    def loras_changed(self, model: str, seconds: float) -> None:
+        self._loras.observe(seconds, tags={"model": model})
+
+    def captures_pending(self, shapes: int) -> None:
+        self._pending.set(shapes)
+
+    def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:
+        self._shapes.set(shapes, tags={"model": model})
+        if free_bytes is not None:
+            self._free.set(free_bytes)
 
 
 class Generator:
@@ -108,13 +161,13 @@ class Front:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the ASGI application; called by Ray after the constructor."""
         from sdonnx.serve.http.application import create_app
-        from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
         from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+        from sdonnx.serve.serve_settings import ServeSettings, read_api_keys
 
         metrics = PrometheusMetrics()
         calls = {name: partial(_events_of, handle) for name, handle in self._handles.items()}
         settings = ServeSettings(api_keys=read_api_keys(None, os.environ.get(KEYS_VARIABLE)))
-        ask_inputs = {name: partial(_inputs_of, handle) for name, handle in self._handles.items()}
+        ask_inputs = {name: handle.inputs.remote for name, handle in self._handles.items()}
         pipeline = RemotePipeline(calls, _is_lost, self._limits, metrics, self._loras, ask_inputs)
         return create_app(pipeline, metrics, settings)
 
@@ -159,6 +212,42 @@ def app(args: Mapping[str, Any]) -> Any:
     return front.bind(handles, limits, list(loras))
 
 
+def serve_on_ray(
+    options: Mapping[str, Any], *, host: str, port: int, address: str | None, on_ready: Callable[[], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM; accepted requests are finished first.
+
+    Args:
+        options: options of the application, see `RayOptions`.
+        host: address to listen on.
+        port: port to listen on.
+        address: address of a running cluster; None to start Ray on this machine, which ends with the command.
+        on_ready: called once every replica is ready.
+
+    Raises:
+        OptionError: an option cannot be used.
+    """
+    application = app(options)
+    # Read by the proxies; a running cluster has its own environment.
+    os.environ.setdefault(CALLBACK_VARIABLE, f"{middlewares.__module__}.{middlewares.__name__}")
+    stopping = threading.Event()
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    before = {number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(application, name="sdonnx", route_prefix="/")
+        on_ready()
+        stopping.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if address is None:
+            serve.shutdown()
+        else:
+            serve.delete("sdonnx")
+        ray.shutdown()
+
+
 def _keys() -> dict[str, str]:
     return {KEYS_VARIABLE: os.environ[KEYS_VARIABLE]} if KEYS_VARIABLE in os.environ else {}
 
@@ -174,12 +263,6 @@ async def _events_of(handle: Any, request: ImageRequest) -> AsyncIterator[Remote
     finally:
         if not is_complete:
             response.cancel()
-
-
-async def _inputs_of(handle: Any) -> list[str]:
-    """Ask a replica for the fields for images that it accepts."""
-    inputs: list[str] = await handle.inputs.remote()
-    return inputs
 
 
 def _is_lost(error: Exception) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 from sdonnx.errors import OptionError, QueueFullError, SdonnxError, UnavailableError
 from sdonnx.runtime.sampling.noise import fresh_seed
 from sdonnx.serve.async_pipeline import AsyncPipeline
-from sdonnx.serve.image_job import GeneratedImages, StepProgress
 from sdonnx.serve.image_request import ImageRequest
-from sdonnx.serve.serve_limits import ServeLimits
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.image_service import GeneratedImages, ServeObserver, StepProgress
+from sdonnx.serve.serve_settings import ServeLimits
 
 __all__ = ["Accepted", "RemoteEvent", "RemotePipeline", "replica_events"]
 

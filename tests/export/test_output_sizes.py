@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from support.pipeline_cache import PipelineCache
 
-from sdonnx.export.output_sizes import spaced
+from sdonnx.export.simplify import spaced
 from sdonnx.graph.shapes.expressions import parsed
 
 # Odd, different from each other, and no multiples of 8, so that a wrong rounding or a swapped axis shows.

@@ -6,14 +6,15 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.micro import changed
-from support.original_layout import original_clip, original_unet, original_vae, write_original
+from support.original_layout import original_clip, original_open_clip, original_unet, original_vae, write_original
 from support.pipeline_cache import PipelineCache
 from support.pipelines import edit_json, refused
 
@@ -21,13 +22,17 @@ from sdonnx.__main__ import main
 from sdonnx.errors import FolderError, OptionError, SdonnxError, WeightsError
 from sdonnx.export.component_plan import plan_component
 from sdonnx.export.export_pipeline import export_pipeline
+from sdonnx.export.single_file.checkpoint_file import RenamedWeights
 from sdonnx.export.single_file.checkpoint_kinds import KINDS, kind_of
+from sdonnx.export.single_file.convert_keys import text_encoder_weights, unet_weights, vae_weights
 from sdonnx.export.single_file.open_single_file import SingleFile, open_single_file
-from sdonnx.export.single_file.original_keys import unet_sources, vae_sources
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
+from sdonnx.export.stored_tensors import StoredTensors
 from sdonnx.models.registry import family_of
 from sdonnx.sample import write_sample as sample
 from sdonnx.sample.write_sample import ARCHITECTURES
+
+_U = "model.diffusion_model."
 
 # Changes to a tiny pipeline. diffusers distinguishes the encoders of XL by their width.
 _SD2 = {
@@ -90,32 +95,60 @@ def test_tensors_are_those_of_diffusers(name: str, dtype: str, folders: dict[str
             plan_component(single.folder, spec, (), single=single)
 
 
+def _stored(shapes: Mapping[str, tuple[int, ...]]) -> StoredTensors:
+    return cast(StoredTensors, SimpleNamespace(path=Path("m"), shapes=shapes))
+
+
+def _shapes(weights: RenamedWeights) -> dict[str, tuple[int, ...]]:
+    return {name.removeprefix("text_model."): source.shape for name, source in weights.sources.items()}
+
+
 @pytest.mark.parametrize("name", ["sd15", "sd21", "sdxl", "sdxl-refiner"])
-def test_published_sizes_give_the_published_configurations(name: str) -> None:
+def test_published_sizes(name: str) -> None:
+    """Each parameter of the published pipelines is found, and the configurations are the published ones."""
     architecture = ARCHITECTURES[name]
     kind = next(kind for kind in KINDS if kind.published is architecture)
     networks = {key: sample.build_network(spec).state_dict() for key, spec in architecture.networks.items()}
     unet, vae = architecture.networks["unet"].config, architecture.networks["vae"].config
-    shapes = {key: tuple(each.shape) for key, each in original_unet(networks["unet"], unet).items()}
-    sources, unknown = unet_sources(shapes)
-    assert unknown == []
-    assert set(sources) == set(networks["unet"])
-    found = {key: source.shape for key, source in sources.items()}
-    pooled = networks["text_encoder_2"]["text_projection.weight"].shape[0] if kind.sizes else None
-    assert unet_config(found, unet, pooled, kind.sizes) == unet
-    sources, unknown = vae_sources({key: tuple(each.shape) for key, each in original_vae(networks["vae"]).items()})
-    assert unknown == []
-    assert {key: source.shape for key, source in sources.items()} == {
-        key: tuple(each.shape) for key, each in networks["vae"].items()
-    }
-    assert vae_config({key: source.shape for key, source in sources.items()}, vae) == vae
+    # The layout of the original files, with the name of each parameter, and with its tensor.
+    names = {f"{_U}{key}": each for key, each in original_unet({key: key for key in networks["unet"]}, unet).items()}
+    names |= {f"vae.{key}": each for key, each in original_vae({key: key for key in networks["vae"]}).items()}
+    tensors = {f"{_U}{key}": each for key, each in original_unet(networks["unet"], unet).items()}
+    tensors |= {f"vae.{key}": each for key, each in original_vae(networks["vae"]).items()}
     for encoder in kind.encoders:
-        of_text = {key.removeprefix("text_model."): tuple(e.shape) for key, e in networks[encoder.name].items()}
-        published = architecture.networks[encoder.name].config
+        original = original_open_clip if encoder.is_open_clip else original_clip
+        tensors |= {encoder.prefix + key: each for key, each in original(networks[encoder.name]).items()}
+    shapes = {key: tuple(each.shape) for key, each in tensors.items()}
+    file = _stored(shapes)
+    found = {"unet": unet_weights(file, has_sizes=kind.sizes > 0), "vae": vae_weights(file, "vae.")}
+    mapping = {source.key: key for weights in found.values() for key, source in weights.sources.items()}
+    assert mapping == names
+    found |= {encoder.name: text_encoder_weights(file, encoder) for encoder in kind.encoders}
+    for component, weights in found.items():
+        wanted = {key.removeprefix("text_model."): tuple(each.shape) for key, each in networks[component].items()}
+        assert _shapes(weights) == wanted, component
+
+    pooled = networks["text_encoder_2"]["text_projection.weight"].shape[0] if kind.sizes else None
+    assert unet_config(_shapes(found["unet"]), unet, pooled, kind.sizes) == unet
+    assert vae_config(_shapes(found["vae"]), vae) == vae
+    for encoder in kind.encoders:
+        of_text, published = _shapes(found[encoder.name]), architecture.networks[encoder.name].config
         assert text_encoder_config(of_text, published, encoder.unused) == published
         last = f"encoder.layers.{published['num_hidden_layers']}.layer_norm1.weight"
         longer = text_encoder_config(of_text | {last: (1,)}, published, encoder.unused)
         assert longer["num_hidden_layers"] == published["num_hidden_layers"] + 1 - encoder.unused
+
+
+def test_tensors_that_the_converters_require() -> None:
+    encoder = next(each for each in KINDS if each.title == "Stable Diffusion 2").encoders[0]
+    for shapes in ({"text_projection": ()}, {"transformer.resblocks.0.attn.in_proj_weight": ()}):
+        with refused(WeightsError, "m lacks a tensor of the text_encoder, or one has too few axes"):
+            text_encoder_weights(_stored({encoder.prefix + key: shape for key, shape in shapes.items()}), encoder)
+    with refused(WeightsError, "m lacks a tensor of the unet", "label_emb.0.0.weight"):
+        unet_weights(_stored({f"{_U}time_embed.0.weight": (4, 4)}), has_sizes=True)
+    many = {f"{_U}input_blocks.{number}.0.in_layers.2.weight": (4, 4) for number in range(10**5)}
+    with refused(WeightsError, "m has a unet of 100000 blocks"):
+        unet_weights(_stored(many), has_sizes=False)
 
 
 def test_sizes_follow_from_shapes(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -235,9 +268,6 @@ def test_other_files_are_named(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-_U = "model.diffusion_model."
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -248,6 +278,9 @@ _U = "model.diffusion_model."
         ({"first_stage_model.quant_conv.bias": None}, ["no tensor for quant_conv.bias of the vae"]),
         ({f"{_U}input_blocks.0.0.weight": torch.zeros(32, 8, 3, 3)}, ["8 input channels", "4 or, for inpainting, 9"]),
         ({f"{_U}input_blocks.0.0.weight": torch.zeros(())}, ["0 input channels"]),
+        ({f"{_U}output_blocks.0.5.weight": _X}, ["output_blocks.0.5.weight, which is no layer of the unet"]),
+        ({"first_stage_model.decoder.novel.weight": _X}, ["decoder.novel.weight, which is no layer of the vae"]),
+        ({"first_stage_model.decoder.mid.attn_1.q.weight": _X}, ["attn_1.q.weight with shape (4, 4, 3, 3)", "vae"]),
         ({"edm_mean": torch.zeros(4)}, ["noise levels of EDM"]),
     ],
 )

@@ -10,35 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
-import onnx_ir as ir
-import psutil
 import pytest
 from support.exporters import EXPORTERS, export_component
-from support.placement import copied_from_host
+from support.measured import measured
 
-from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, SHARED_WEIGHTS
-from sdonnx.models import abi
 from sdonnx.models.registry import FAMILIES
 from sdonnx.sample.architecture import ADAPTER_FILES
 from sdonnx.sample.write_sample import write_sample
 
 pytestmark = pytest.mark.weekly
-
-_MEASURED = """
-import json, sys, time
-from pathlib import Path
-start = time.monotonic()
-if sys.argv[1] == "export":
-    from sdonnx.export.export_pipeline import export_pipeline
-    export_pipeline(sys.argv[2], Path(sys.argv[3]), ip_adapters=[Path(path) for path in sys.argv[4:]])
-else:
-    from sdonnx.optimize.optimizer import optimize_folder
-    optimize_folder(Path(sys.argv[2]), Path(sys.argv[3]), float16=True)
-# Not ru_maxrss, which a child process inherits from its parent.
-status = Path("/proc/self/status").read_text()
-peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-print(json.dumps({"seconds": time.monotonic() - start, "peak_bytes": peak}))
-"""
 
 _FUSED = """
 import json, sys, time
@@ -76,12 +56,6 @@ COUNTS = {"sd15": {"NhwcConv": 52, "pointwise": 46}, "sd21": {"NhwcConv": 52, "p
 
 # Pointwise convolutions of SDXL, which become matrix products: the shortcuts of blocks that change the channels.
 POINTWISE_XL = 11
-
-
-def measured(command: str, source: Path, out: Path, *adapters: Path) -> dict[str, float]:
-    words = [sys.executable, "-c", _MEASURED, command, str(source), str(out), *map(str, adapters)]
-    result = subprocess.run(words, check=True, capture_output=True, text=True)
-    return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("arch", list(COUNTS))
@@ -138,41 +112,6 @@ def test_export_and_optimize_stable_diffusion_xl(arch: str, attentions: int, tmp
         assert component["warnings"] == [], name
         assert not component["left"], name
         assert component["precision"] == "float16", name
-    for folder in ("onnx", "fp16"):
-        shutil.rmtree(tmp_path / folder)
-
-
-def test_export_and_optimize_pixart(tmp_path: Path) -> None:
-    """PixArt-alpha has 5.4 G parameters, 4.76 G in T5-XXL."""
-    if psutil.virtual_memory().available < 28e9:
-        pytest.skip("the sample is made in memory, and needs 28 GB")
-    write_sample("pixart-alpha", tmp_path / "source")
-    export = measured("export", tmp_path / "source", tmp_path / "onnx")
-    shutil.rmtree(tmp_path / "source")  # 22 GB
-    optimize = measured("optimize", tmp_path / "onnx", tmp_path / "fp16")
-    print("pixart-alpha", "export", export, "optimize", optimize)
-    assert export["peak_bytes"] < 3e9
-    assert optimize["peak_bytes"] < 4e9
-    components = json.loads((tmp_path / "fp16" / "sdonnx.json").read_text())["components"]
-    transformer, text = (components[name]["operators_after"] for name in ("transformer", "text_encoder"))
-    # 28 blocks of two attentions and two norms, and 24 of one attention and two norms; the final norms; a gelu each.
-    assert (transformer["MultiHeadAttention"], text["MultiHeadAttention"]) == (56, 24)
-    assert (transformer.get("LayerNormalization"), transformer["SkipLayerNormalization"]) == (None, 57)
-    assert (text["RMSNormalization"], text["SkipSimplifiedLayerNormalization"]) == (1, 48)
-    assert (transformer["FastGelu"], text["FastGelu"]) == (29, 24)
-    assert (transformer.get("BiasAdd"), transformer["Gemm"] >= 28, text["FusedMatMul"]) == (None, True, 48)
-    # For short captions, only attention to the image uses the fused kernel.
-    short = ir.load(tmp_path / "fp16" / "transformer" / (abi.STEP.short_file or "")).graph
-    assert [sum(node.op_type == kind for node in short) for kind in ("MultiHeadAttention", "Softmax")] == [28, 28]
-    assert copied_from_host(ir.load(tmp_path / "fp16" / "transformer" / (abi.STEP.short_file or ""))) == []
-    # The graphs for short and for long captions share their weights.
-    shared = json.loads((tmp_path / "fp16" / "transformer" / SHARED_WEIGHTS).read_text())
-    del shared["__metadata__"]
-    in_common = sum(end - begin for begin, end in (entry["data_offsets"] for entry in shared.values()))
-    assert in_common > 0.95 * (tmp_path / "fp16" / "transformer" / ONNX_WEIGHTS).stat().st_size
-    for name, component in components.items():
-        assert component["warnings"] == [], name
-        assert not component["left"], name
     for folder in ("onnx", "fp16"):
         shutil.rmtree(tmp_path / folder)
 

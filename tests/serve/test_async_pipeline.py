@@ -17,33 +17,16 @@ from support.inpainting import inpainting_pipeline
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 from support.serve_load import CAPTIONS
+from support.serving import Recorder
 
 from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimits
 from sdonnx.errors import OptionError, PromptError, QueueFullError, SchedulerError, UnavailableError
 from sdonnx.metrics import psnr
 from sdonnx.serve.image_request import BatchKey
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.image_service import ServeObserver
 
 STEPS = 4
 LIMITS = ServeLimits(batch_wait_ms=50, max_waiting=20)
-
-
-class Recorder(ServeObserver):
-    """Keeps the sizes of batches and the outcomes of requests."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.outcomes: list[str] = []
-        self.steps = 0
-
-    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
-        self.batches.append(len(queue_s))
-
-    def stepped(self, key: BatchKey, images: int) -> None:
-        self.steps += 1
-
-    def request_ended(self, model: str, outcome: str, seconds: float) -> None:
-        self.outcomes.append(outcome)
 
 
 @pytest.fixture(scope="module")

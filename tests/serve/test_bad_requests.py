@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import socket
 import struct
@@ -16,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from support.serving import Running, serving_folder
+from support.serving import Running, file_of, serving_folder
 
 from sdonnx import ServeLimits
 from sdonnx.errors import OptionError
-from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 from sdonnx.serve.http.uploaded_images import read_upload
+from sdonnx.serve.serve_settings import ServeSettings, read_api_keys
 
 LIMITS = ServeLimits(max_images=2, max_pixels=128 * 128, max_steps=3, batch_wait_ms=0)
 MAX_BODY = 1024 * 1024
@@ -69,12 +68,6 @@ def answered(response: httpx.Response) -> int:
 
 def send(server: Running, content: bytes, path: str = PATHS[0], kind: str = "application/json") -> int:
     return answered(server.client.post(path, content=content, headers={"Content-Type": kind}))
-
-
-def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
 
 
 PNG = file_of(Image.new("RGB", (64, 64), "red"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from support.control_networks import picture, write_adapter, write_controlnet
 from support.drawing import MIN_PSNR_DB
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
-from support.serving import Running, serving_folder
+from support.serving import Recorder, Running, file_of, opened, serving_folder
 
 from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimits
 from sdonnx.errors import OptionError
+from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr
-from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.conditioning_images import offered_inputs
 from sdonnx.serve.http.uploaded_images import read_conditioning
-from sdonnx.serve.image_request import BatchKey
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeSettings
 
 # Images next to the prompt are left out of a call to compare it.
 pytestmark = pytest.mark.filterwarnings("ignore:image is given without")
@@ -34,16 +33,6 @@ SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2}
 LIMITS = ServeLimits(batch_wait_ms=200)
 PATHS = ("/v1/images/generations", "/v1/images/edits")
 _MAX_PIXELS = 256 * 256
-
-
-class Batches(ServeObserver):
-    """Keeps the sizes of batches."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
-        self.sizes.append(len(queue_s))
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +87,14 @@ def alone(pipeline: OrtDiffusionPipeline, **arguments: Any) -> Any:
 
 def images_of(folder: Path, requests: list[dict[str, Any]]) -> tuple[list[Any], list[int]]:
     """Return the images of requests that arrive at once, and the sizes of their batches."""
-    batches = Batches()
+    recorder = Recorder()
 
     async def body() -> list[Any]:
-        async with AsyncPipeline.from_pretrained({"model": folder}, limits=LIMITS, observer=batches) as queue:
+        async with AsyncPipeline.from_pretrained({"model": folder}, limits=LIMITS, observer=recorder) as queue:
             jobs = [await queue.accept(ImageRequest(**each)) for each in requests]
             return [(await job).images[0] for job in jobs]
 
-    return asyncio.run(body()), batches.sizes
+    return asyncio.run(body()), recorder.batches
 
 
 def requests_with(count: int = 3, **fields: Any) -> list[dict[str, Any]]:
@@ -242,12 +231,6 @@ def test_values_that_cannot_be_used(
     asyncio.run(body())
 
 
-def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
-
-
 def text_of(image: Image.Image, *, url: bool = False) -> str:
     text = base64.b64encode(file_of(image)).decode()
     return f"data:image/png;base64,{text}" if url else text
@@ -256,7 +239,7 @@ def text_of(image: Image.Image, *, url: bool = False) -> str:
 def assert_same(response: httpx.Response, expected: Image.Image) -> None:
     """Compare all levels of an image in an answer with the pipeline's own image."""
     assert response.status_code == 200, response.text
-    found = Image.open(io.BytesIO(base64.b64decode(response.json()["data"][0]["b64_json"]))).convert("RGB")
+    found = opened(response.json()["data"][0]["b64_json"])
     pair = [np.asarray(image.convert("RGB")).astype(int) for image in (found, expected)]
     assert pair[0].std() > 5
     assert np.abs(pair[0] - pair[1]).max() <= 1
@@ -374,3 +357,17 @@ def test_uploads_keep_their_mode() -> None:
     read = read_conditioning({"control_image": [file_of(gray), text_of(PAIR[0])]}, _MAX_PIXELS)
     assert [image.mode for image in read["control_image"]] == ["L", "RGB"]
     assert np.array_equal(np.asarray(read["control_image"][0]), np.asarray(gray))
+
+
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        ("controlled", ["control_image"]),
+        ("union", ["control_image", "control_mode"]),
+        ("adapted", ["adapter_image"]),
+        ("prompted", ["ip_adapter_image"]),
+        ("micro_cpu", []),
+    ],
+)
+def test_inputs_are_those_that_the_folder_offers(folder: str, names: list[str], request: pytest.FixtureRequest) -> None:
+    assert offered_inputs(PipelineFolder.open(request.getfixturevalue(folder))) == names

@@ -16,7 +16,7 @@ import pytest
 from support.fake_service import FakeService, serving_fake
 from support.serving import until
 
-from sdonnx.serve.http import connections
+from sdonnx.serve.http import http_server
 from sdonnx.serve.http.http_server import Server
 
 ADDRESS = "127.0.0.1"
@@ -27,9 +27,9 @@ WAIT_S = 0.3
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, int]]:
     """A server with short times and few connections."""
-    monkeypatch.setattr(connections, "_REQUEST_S", WAIT_S)
-    monkeypatch.setattr(connections, "_READ_S", WAIT_S)
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(http_server, "_REQUEST_S", WAIT_S)
+    monkeypatch.setattr(http_server, "_READ_S", WAIT_S)
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 20)
     with serving_fake(FakeService()) as running:
         yield running
 
@@ -80,7 +80,7 @@ def test_connections_without_a_request_are_closed(served: tuple[Server, int], fi
 
 
 def test_the_oldest_idle_connection_makes_room(served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_REQUEST_S", 60)
+    monkeypatch.setattr(http_server, "_REQUEST_S", 60)
     server, port = served
     with opened(port, 20) as idle:
         until(lambda: len(server.server_state.connections) == 20)
@@ -118,7 +118,7 @@ def test_a_client_that_reads_no_answer_is_closed(served: tuple[Server, int]) -> 
 
 @pytest.mark.parametrize(("read", "is_kept"), [(2 * 64 * 1024, True), (1024, False)])
 def test_a_client_that_reads_slowly_gets_all(read: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_READ_S", 0.01)
+    monkeypatch.setattr(http_server, "_READ_S", 0.01)
 
     class Transport:
         """Sends some bytes of the answer whenever it is asked."""
@@ -134,7 +134,7 @@ def test_a_client_that_reads_slowly_gets_all(read: int, is_kept: bool, monkeypat
             self.is_aborted = True
 
     async def body() -> None:
-        connection, transport = connections.Connection.__new__(connections.Connection), Transport()
+        connection, transport = http_server.Connection.__new__(http_server.Connection), Transport()
         connection.loop, connection.transport = asyncio.get_running_loop(), cast(asyncio.Transport, transport)
         connection._read_timer = None
         connection._expect_reading()

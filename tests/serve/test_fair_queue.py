@@ -8,9 +8,8 @@ from collections.abc import Hashable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdonnx.serve.fair_queue import FairQueue
-from sdonnx.serve.fair_share import SharedPlaces
-from sdonnx.serve.serve_limits import ServeLimits
+from sdonnx.serve.fair_queue import FairQueue, SharedPlaces
+from sdonnx.serve.serve_settings import ServeLimits
 
 
 def sizes(_: Hashable) -> Sequence[int]:

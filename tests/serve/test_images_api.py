@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import itertools
 import json
 import socket
@@ -20,11 +18,11 @@ import openai
 import pytest
 from PIL import Image
 from support.serve_load import CAPTIONS
-from support.serving import TIMEOUT_S, Running, serving_folder, until
+from support.serving import TIMEOUT_S, Running, file_of, opened, serving_folder, until
 
 from sdonnx import OrtDiffusionPipeline, ServeLimits
-from sdonnx.serve.http.serve_settings import ServeSettings, read_api_keys
 from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.serve_settings import ServeSettings, read_api_keys
 
 KEY = "secret-of-a-test"
 STEPS = {"num_inference_steps": 3}
@@ -48,18 +46,6 @@ def pipeline(shapes_cpu: Path) -> Iterator[OrtDiffusionPipeline]:
     with OrtDiffusionPipeline.from_pretrained(shapes_cpu) as loaded:
         loaded.set_progress_bar_config(disable=True)
         yield loaded
-
-
-def opened(text: str | None) -> Image.Image:
-    image = Image.open(io.BytesIO(base64.b64decode(text or "")))
-    image.load()
-    return image
-
-
-def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
 
 
 def same(one: Image.Image, other: Image.Image, tolerance: int = 1) -> bool:

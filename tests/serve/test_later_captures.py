@@ -12,34 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from support.serve_load import CAPTIONS
-from support.serving import until
+from support.serving import Recorder, until
 
 from sdonnx import AsyncPipeline, OrtDiffusionPipeline, ServeLimits
 from sdonnx.errors import DeviceMemoryError, UnavailableError
-from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.later_captures import LaterCapture, LaterCaptures
-from sdonnx.serve.serve_observer import ServeObserver
 
 LIMITS = ServeLimits(batch_wait_ms=50)
 TIMEOUT_S = 60
-
-
-class Events(ServeObserver):
-    """Keeps the sizes of batches and the numbers of captured shapes and of those to come."""
-
-    def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.shapes: list[int] = []
-        self.pending: list[int] = []
-
-    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
-        self.batches.append(len(queue_s))
-
-    def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:
-        self.shapes.append(shapes)
-
-    def captures_pending(self, shapes: int) -> None:
-        self.pending.append(shapes)
 
 
 class Gate:
@@ -106,7 +87,7 @@ async def until_captured(queue: AsyncPipeline) -> None:
 
 def test_ready_before_larger_batches(pipeline: OrtDiffusionPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = np.asarray(pipeline(CAPTIONS[0], seed=0, num_inference_steps=2).images[0])
-    gate, events = Gate(pipeline, monkeypatch), Events()
+    gate, events = Gate(pipeline, monkeypatch), Recorder()
 
     async def body(queue: AsyncPipeline) -> None:
         assert captured(pipeline) == {1}
@@ -130,7 +111,7 @@ def test_ready_before_larger_batches(pipeline: OrtDiffusionPipeline, monkeypatch
 
 
 def test_requests_wait_for_one_capture(pipeline: OrtDiffusionPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, events = Gate(pipeline, monkeypatch), Events()
+    gate, events = Gate(pipeline, monkeypatch), Recorder()
 
     async def body(queue: AsyncPipeline) -> None:
         await asyncio.to_thread(until, lambda: gate.begun == [2])
@@ -161,7 +142,7 @@ def test_failed_captures_reduce_batches(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gate, events = Gate(pipeline, monkeypatch), Events()
+    gate, events = Gate(pipeline, monkeypatch), Recorder()
     gate.errors[failing] = error
     gate.open(2)
 
@@ -194,7 +175,7 @@ def test_broken_device_is_a_failure(pipeline: OrtDiffusionPipeline, monkeypatch:
         with pytest.raises(UnavailableError, match="illegal memory access"):
             queue.submit("a circle")
 
-    serve(pipeline, body, Events())
+    serve(pipeline, body, Recorder())
 
 
 @pytest.mark.parametrize("finish", [True, False])
@@ -214,7 +195,7 @@ def test_closing_during_a_capture(
         assert type(result).__name__ == ("GeneratedImages" if finish else "UnavailableError")
         assert gate.begun == [2]
 
-    serve(pipeline, body, Events())
+    serve(pipeline, body, Recorder())
 
 
 def test_captured_shapes_are_not_released_for_later_ones(shapes_cpu: Path) -> None:
@@ -225,7 +206,7 @@ def test_captured_shapes_are_not_released_for_later_ones(shapes_cpu: Path) -> No
             await until_captured(queue)
             assert captured(small) == {1, 2}
 
-        serve(small, body, Events())
+        serve(small, body, Recorder())
 
 
 def capture(batch: int, edge: int = 64, model: str = "m") -> LaterCapture:

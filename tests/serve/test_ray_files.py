@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from sdonnx.serve.ray_options import RayOptions
-from sdonnx.serve.ray_proxy import CALLBACK_VARIABLE, middlewares
+from sdonnx.serve.ray_proxy import CALLBACK_VARIABLE, RayOptions, middlewares
 
 yaml: Any = pytest.importorskip("yaml")
 

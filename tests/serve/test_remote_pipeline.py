@@ -13,32 +13,22 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from support.pipelines import refused
 from support.serve_load import CAPTIONS
+from support.serving import Recorder
 
 from sdonnx import AsyncPipeline, ImageRequest, ServeLimits
 from sdonnx.errors import OptionError, QueueFullError, UnavailableError
 from sdonnx.serve.http.application import create_app
-from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
-from sdonnx.serve.ray_options import RayOptions
-from sdonnx.serve.ray_proxy import LostReplicaAs503
+from sdonnx.serve.ray_proxy import LostReplicaAs503, RayOptions
 from sdonnx.serve.remote_pipeline import RemoteEvent, RemotePipeline, replica_events
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeSettings
 
 LIMITS = ServeLimits(max_waiting=4, batch_wait_ms=0)
 
 
 class LostError(Exception):
     """A replica is lost."""
-
-
-class Outcomes(ServeObserver):
-    """Keeps the outcomes of requests."""
-
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-
-    def request_ended(self, model: str, outcome: str, seconds: float) -> None:
-        self.ended.append(outcome)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +42,7 @@ Body = Callable[[RemotePipeline, AsyncPipeline], Awaitable[None]]
 def run(folder: Path, body: Body, losses: int = 0, after: int = 3) -> list[str]:
     """Run a test with a replica in this process that is lost a number of times, each after some events."""
     left = losses
-    outcomes = Outcomes()
+    recorder = Recorder()
 
     async def all_of_it() -> None:
         async with AsyncPipeline.from_pretrained({"shapes": folder}, limits=LIMITS) as replica:
@@ -67,13 +57,13 @@ def run(folder: Path, body: Body, losses: int = 0, after: int = 3) -> list[str]:
                     count += 1
                     yield event
 
-            remote = RemotePipeline({"shapes": call}, lambda error: isinstance(error, LostError), LIMITS, outcomes)
+            remote = RemotePipeline({"shapes": call}, lambda error: isinstance(error, LostError), LIMITS, recorder)
             await body(remote, replica)
             await remote.aclose()
 
     asyncio.run(all_of_it())
     assert left == 0
-    return outcomes.ended
+    return recorder.outcomes
 
 
 def test_inputs_are_those_of_a_replica(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +86,7 @@ def test_inputs_are_those_of_a_replica(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     async def body() -> None:
         asked = {"controlled": controlled, "lost": lost, "starting": starting}
-        remote = RemotePipeline(dict.fromkeys(asked, call), lambda _: True, LIMITS, Outcomes(), (), asked)
+        remote = RemotePipeline(dict.fromkeys(asked, call), lambda _: True, LIMITS, ServeObserver(), (), asked)
         app = create_app(remote, PrometheusMetrics(), ServeSettings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
             listed = (await client.get("/v1/models")).json()["data"]

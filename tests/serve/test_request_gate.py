@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from support.logged_lines import logged_lines
 
 from sdonnx.serve.http.request_gate import RequestGate
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 KIB = 1024
 SETTINGS = ServeSettings(max_body_bytes=KIB, max_requests=8, body_timeout_s=5)  # 8 KiB of all bodies

@@ -17,8 +17,8 @@ from support.fake_service import FakeService
 
 from sdonnx.serve.http.application import create_app
 from sdonnx.serve.http.request_fields import EditFields, GenerationFields
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 PLACES = ("/etc/passwd", "file:///etc/passwd", "http://127.0.0.1:9/a.png", "../../etc/passwd")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

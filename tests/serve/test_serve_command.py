@@ -128,7 +128,7 @@ def run(options: Sequence[str]) -> None:
         (["-m", "x", "--api_key_file", "/missing"], "/missing cannot be read"),
         (["-m", "x", "--port", "99999"], "127.0.0.1:99999 cannot be used"),
         (["-m", "x", "--lora_folder", "/missing"], "/missing is no folder"),
-        (["-m", "x", "--lora_folder", "/missing", "--write_triton", "/tmp/x"], "/missing is no folder"),
+        (["-m", "x", "--write_triton", "/tmp/x"], "--write_triton, which has been removed; .* examples/triton"),
         (["-m", "x", "--host", "no host"], "no host:8000 cannot be used"),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +16,12 @@ from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
-from PIL import Image
 from support.control_networks import picture
 from support.drawing import MIN_PSNR_DB
 from support.pipeline_cache import PipelineCache
 from support.pipelines import refused
 from support.plain_lora import write_plain_lora
-from support.serving import Running, serving
+from support.serving import Recorder, Running, file_of, opened, serving
 
 from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimits
 from sdonnx.errors import OptionError, WeightsError
@@ -32,12 +29,11 @@ from sdonnx.lora.lora_folder import list_loras
 from sdonnx.metrics import psnr
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.serve import served_loras
-from sdonnx.serve.http.serve_settings import ServeSettings
-from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
-from sdonnx.serve.ray_options import RayOptions
+from sdonnx.serve.ray_proxy import RayOptions
 from sdonnx.serve.remote_pipeline import RemotePipeline, replica_events
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeSettings
 from sdonnx.serve.served_loras import plan_loras
 
 SMALL: dict[str, Any] = {"height": 64, "width": 48, "num_inference_steps": 2}
@@ -46,20 +42,6 @@ LIMITS = ServeLimits(batch_wait_ms=500)
 PATHS = ("/v1/images/generations", "/v1/images/edits")
 DIFFERENT_DB = 40
 NAMES = {"style": 0.5}, {"face": -1.0}, {"style": 0.8, "face": 0.3}, {"style": 1}, None
-
-
-class Recorder(ServeObserver):
-    """Keeps the keys and sizes of batches, and the changes of LoRAs."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[served_loras.LoraWeights, int]] = []
-        self.changes: list[float] = []
-
-    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
-        self.batches.append((key.loras, len(queue_s)))
-
-    def loras_changed(self, model: str, seconds: float) -> None:
-        self.changes.append(seconds)
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +108,9 @@ def test_mixed_requests_have_their_own_loras(
     for first in range(len(NAMES)):
         for second in range(first):
             assert psnr(images[first], images[second]) < DIFFERENT_DB
-    assert sum(size for _, size in recorder.batches) == len(requests)
-    assert len({loras for loras, _ in recorder.batches}) == len(NAMES)
-    assert max(size for _, size in recorder.batches) > 1
+    assert sum(recorder.batches) == len(requests)
+    assert len({key.loras for key in recorder.keys}) == len(NAMES)
+    assert max(recorder.batches) > 1
     # Lanes with the LoRAs that are set come first, so each set is used once, and no LoRAs at the start.
     assert len(NAMES) - 1 <= len(recorder.changes) <= len(NAMES)
     assert all(seconds > 0 for seconds in recorder.changes)
@@ -167,8 +149,9 @@ def test_equal_loras_share_a_batch(micro_cpu: Path, files: dict[str, Path]) -> N
 
     run(micro_cpu, files, body, limits=LIMITS, observer=recorder)
     both = (("face", 0.5), ("style", 1.0))
-    assert sorted(recorder.batches) == [((), 2), (both, 1), (both, 2)]
-    assert len(recorder.changes) == 1 + (recorder.batches[0][0] == both)  # none if requests without come first
+    loras = [key.loras for key in recorder.keys]
+    assert sorted(zip(loras, recorder.batches, strict=True)) == [((), 2), (both, 1), (both, 2)]
+    assert len(recorder.changes) == 1 + (loras[0] == both)  # none if requests without come first
 
 
 def test_unusable_files_change_nothing(micro_cpu: Path, files: dict[str, Path], expected: Callable[..., Any]) -> None:
@@ -354,15 +337,9 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def file_of(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
 def assert_same(text: str, expected: Any) -> None:
     """Compare all levels of an image in an answer with an array."""
-    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB")).astype(int)
+    found = np.asarray(opened(text).convert("RGB")).astype(int)
     assert np.abs(found - np.round(expected * 255)).max() <= 1
 
 

@@ -1,4 +1,4 @@
-"""The repository for Triton: its configuration as Triton parses it, and its model without Triton."""
+"""The example for Triton: its configuration as Triton parses it, and its model without Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,17 @@ import numpy as np
 import pytest
 from google.protobuf import json_format, text_format
 from PIL import Image
-from support.control_networks import picture, write_adapter, write_controlnet
+from support.control_networks import picture, write_controlnet
 from support.pipeline_cache import PipelineCache
-from support.pipelines import refused
 from support.plain_lora import write_plain_lora
 from support.serve_load import CAPTIONS
+from support.serving import file_of
 
-from sdonnx import OrtDiffusionPipeline, ServeLimits
-from sdonnx.cli import serve
-from sdonnx.cli.command_line import CommandParser
-from sdonnx.errors import FolderError, OptionError, OutputError
-from sdonnx.folder.pipeline_folder import PipelineFolder
-from sdonnx.serve.conditioning_images import offered_inputs
-from sdonnx.serve.triton_repository import write_triton_repository
+from sdonnx import ImageRequest, OrtDiffusionPipeline, ServeLimits
+from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES
+from sdonnx.serve.http.request_fields import LISTED_FIELDS
 
-NAME = 'förm "a"'
-LIMITS = ServeLimits(max_batch_size=4, batch_wait_ms=5)
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "triton"
 
 
 def loaded_module(name: str, path: Path) -> Any:
@@ -56,27 +51,26 @@ def protobuf() -> Any:
 
 
 @pytest.fixture(scope="module")
-def repository(shapes_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("triton")
-    assert write_triton_repository(folder, {NAME: str(shapes_cpu)}, LIMITS) == [folder / NAME]
-    return folder
+def config(protobuf: Any) -> Any:
+    return text_format.Parse((EXAMPLE / "config.pbtxt").read_text(), protobuf.ModelConfig())
 
 
-@pytest.fixture(scope="module")
-def config(repository: Path, protobuf: Any) -> Any:
-    return text_format.Parse((repository / NAME / "config.pbtxt").read_text(), protobuf.ModelConfig())
-
-
-def test_configuration_is_one_of_triton(config: Any, protobuf: Any, shapes_cpu: Path) -> None:
-    assert (config.name, config.backend, config.max_batch_size) == (NAME, "python", 4)
-    assert [(each.name, each.optional) for each in config.input][:2] == [("prompt", False), ("negative_prompt", True)]
-    assert all(list(each.dims) == [1] for each in config.input)
+def test_configuration_is_one_of_triton(config: Any, protobuf: Any) -> None:
+    """Each input is a field of a request, with the shape that the model reads."""
+    assert (config.name, config.backend) == ("fast", "python")
+    required, *others = config.input
+    assert (required.name, required.optional) == ("prompt", False)
+    assert all(each.optional for each in others)
+    assert {each.name for each in config.input} <= {each.name for each in fields(ImageRequest)}
+    lists = {each.name for each in config.input if list(each.dims) == [-1]}
+    assert all(list(each.dims) == [1] for each in config.input if each.name not in lists)
+    assert lists == LISTED_FIELDS | set(CONDITIONING_IMAGES)
     assert [(each.name, list(each.dims)) for each in config.output] == [("image", [-1, -1, 3]), ("used_seed", [1])]
     assert config.output[0].data_type == protobuf.TYPE_UINT8
-    assert config.instance_group[0].kind == protobuf.ModelInstanceGroup.KIND_CPU
-    assert config.dynamic_batching.max_queue_delay_microseconds == 5000
-    assert config.parameters["folder"].string_value == str(shapes_cpu.resolve())
-    assert ServeLimits(**json.loads(config.parameters["limits"].string_value)) == LIMITS
+    assert config.instance_group[0].kind == protobuf.ModelInstanceGroup.KIND_GPU
+    limits = ServeLimits(**json.loads(config.parameters["limits"].string_value))
+    assert limits.max_batch_size == config.max_batch_size
+    assert limits.batch_wait_ms == config.dynamic_batching.max_queue_delay_microseconds / 1000
 
 
 @dataclass
@@ -128,18 +122,20 @@ def stand_in() -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def loaded(folder: Path, config: Any) -> Iterator[Any]:
-    """Yield the model of a repository, as Triton loads it: the file, and the configuration as JSON."""
+def loaded(config: Any, **parameters: str) -> Iterator[Any]:
+    """Yield the model of the example, as Triton loads it: the file, and the configuration as JSON."""
+    described = json.loads(json_format.MessageToJson(config, preserving_proto_field_name=True))
+    described["parameters"] |= {name: {"string_value": value} for name, value in parameters.items()}
     with mock.patch.dict(sys.modules, {"triton_python_backend_utils": stand_in()}):
-        made = loaded_module("model", folder / "1" / "model.py").TritonPythonModel()
+        made = loaded_module("model", EXAMPLE / "model.py").TritonPythonModel()
         made.initialize(
             {
-                "model_config": json_format.MessageToJson(config, preserving_proto_field_name=True),
+                "model_config": json.dumps(described),
                 "model_instance_kind": "CPU",
                 "model_instance_device_id": "0",
-                "model_repository": str(folder),
+                "model_repository": str(EXAMPLE),
                 "model_version": "1",
-                "model_name": folder.name,
+                "model_name": "fast",
             }
         )
     yield made
@@ -147,8 +143,8 @@ def loaded(folder: Path, config: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def model(repository: Path, config: Any) -> Iterator[Any]:
-    with loaded(repository / NAME, config) as made:
+def model(config: Any, shapes_cpu: Path) -> Iterator[Any]:
+    with loaded(config, folder=str(shapes_cpu)) as made:
         yield made
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sdonnx-triton")]
 
@@ -168,25 +164,8 @@ def loras(micro_cpu: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def file_of(image: Any, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
-
-
-def test_control_images_and_loras(
-    controlled: Path, loras: Path, protobuf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only models that offer them have these inputs, and images are the same as the pipeline's."""
-    monkeypatch.chdir(loras.parent)
-    write_triton_repository(tmp_path, {"m": str(controlled)}, LIMITS, {"style": Path(loras.name, "style.safetensors")})
-    config = text_format.Parse((tmp_path / "m" / "config.pbtxt").read_text(), protobuf.ModelConfig())
-    names = [
-        "loras", "control_image", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
-        "guess_mode",
-    ]  # fmt: skip
-    assert [each.name for each in config.input][8:] == names
-    assert [list(each.dims) for each in config.input][8:] == [[1], [-1], [-1], [-1], [-1], [1]]
+def test_control_images_and_loras(controlled: Path, loras: Path, config: Any) -> None:
+    """Images are the same as the pipeline's."""
     pictures = [[picture(2 * row), picture(2 * row + 1)] for row in range(2)]
     files = [[file_of(first), file_of(second, "WEBP")] for first, second in pictures]
     usual: dict[str, Any] = {"height": [64] * 2, "width": [48] * 2, "num_inference_steps": [2] * 2}
@@ -201,7 +180,8 @@ def test_control_images_and_loras(
     one = {name: values[:1] for name, values in usual.items()}
     broken = Request.of(**one, control_image=[b"no image"])
     unknown, invalid = Request.of(**one, loras=['{"other": 1}']), Request.of(**one, loras=["{"])
-    with loaded(tmp_path / "m", config) as made:
+    style = json.dumps({"style": str(loras / "style.safetensors")})
+    with loaded(config, folder=str(controlled), loras=style) as made:
         answer, *refusals = made.execute([asked, broken, unknown, invalid])
     assert answer.error is None
     for refusal, words in zip(refusals, ("control_image cannot be decoded", "LoRA 'other'", "no JSON"), strict=True):
@@ -226,31 +206,6 @@ def test_control_images_and_loras(
 def _lossy(content: bytes) -> Image.Image:
     """Return an image as its file has it: WebP loses some of it."""
     return Image.open(io.BytesIO(content)).convert("RGB")
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("union", ["control_image", "control_mode"]),
-        ("adapter", ["adapter_image"]),
-        ("prompt", ["ip_adapter_image"]),
-        ("none", []),
-    ],
-)
-def test_inputs_are_those_that_the_folder_offers(
-    kind: str, names: list[str], pipelines: PipelineCache, tmp_path: Path
-) -> None:
-    if kind == "union":
-        xl = pipelines.micro("sdxl-tiny")
-        exported = pipelines.exported(xl, controlnets=[write_controlnet(xl, tmp_path / "net", 1, union=True)])
-    elif kind == "adapter":
-        source = pipelines.micro()
-        exported = pipelines.exported(source, t2i_adapters=[write_adapter(source, tmp_path / "net", 1)])
-    elif kind == "prompt":
-        exported = pipelines.adapted(pipelines.micro("tiny-ip-adapter"))
-    else:
-        exported = pipelines.exported(pipelines.micro())
-    assert offered_inputs(PipelineFolder.open(exported)) == names
 
 
 def test_requests_of_a_call_are_answered_in_order(model: Any, shapes_cpu: Path) -> None:
@@ -292,31 +247,3 @@ def test_a_request_that_cannot_be_served_has_an_error(model: Any, columns: dict[
     assert words in str(bad.error)
     assert bad.output_tensors == []
     assert other.values("image").shape == (1, 64, 64, 3)
-
-
-def test_writes_what_the_command_line_names(
-    shapes_cpu: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = CommandParser(prog="sdonnx serve")
-    serve.add_arguments(parser)
-    folder = tmp_path / "repository"
-    options = ["-m", f"one={shapes_cpu}", "-m", f"two={shapes_cpu}", "--write_triton", str(folder)]
-    assert serve.run(parser.parse(options)) == 0
-    assert capsys.readouterr().out.splitlines() == [str(folder / "one"), str(folder / "two")]
-    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*")) == [
-        "one/1/model.py", "one/config.pbtxt", "two/1/model.py", "two/config.pbtxt",
-    ]  # fmt: skip
-
-
-def test_repositories_that_cannot_be_written(shapes_cpu: Path, tmp_path: Path) -> None:
-    with refused(OptionError, "the name '..'"):
-        write_triton_repository(tmp_path, {"..": str(shapes_cpu)}, LIMITS)
-    with refused(FolderError):
-        write_triton_repository(tmp_path, {"a": str(tmp_path)}, LIMITS)
-    (tmp_path / "a").mkdir()
-    with refused(OutputError, "exists"):
-        write_triton_repository(tmp_path, {"a": str(shapes_cpu)}, LIMITS)
-    (tmp_path / "file").write_text("")
-    with refused(OutputError, "cannot be written"):
-        write_triton_repository(tmp_path / "file", {"b": str(shapes_cpu)}, LIMITS)
-    assert not (tmp_path / "b").exists()

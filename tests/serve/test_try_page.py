@@ -17,8 +17,8 @@ from support.serve_load import CAPTIONS
 from support.serving import Running, serving, serving_folder, until
 
 from sdonnx import AsyncPipeline, ServeLimits
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 browser_support = pytest.importorskip("support.browser")
 

@@ -8,24 +8,18 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from support.pipelines import refused
+from support.serving import file_of
 
 from sdonnx.errors import OptionError
 from sdonnx.serve.http import uploaded_images
 from sdonnx.serve.http.uploaded_images import read_conditioning, read_upload
 
 MAX_PIXELS = 4096 * 4096
-
-
-def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def noise(size: int = 64) -> Image.Image:

@@ -15,10 +15,9 @@ from sdonnx import ImageRequest, ServeLimits
 from sdonnx.errors import UnavailableError
 from sdonnx.serve.http.application import create_app
 from sdonnx.serve.http.http_server import Server, bind
-from sdonnx.serve.http.serve_settings import ServeSettings
-from sdonnx.serve.image_job import GeneratedImages, StepProgress
+from sdonnx.serve.image_service import GeneratedImages, ServeObserver, StepProgress
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.serve_settings import ServeSettings
 from support.serving import TIMEOUT_S, until
 
 

@@ -1,8 +1,10 @@
-"""Run the HTTP server in a thread of the test's process, and wait for conditions."""
+"""Run the HTTP server in a thread of the test's process, wait for conditions, and record events of the queue."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from sdonnx import AsyncPipeline, ServeLimits
 from sdonnx.serve.http.application import create_app
 from sdonnx.serve.http.http_server import Server, bind
-from sdonnx.serve.http.serve_settings import ServeSettings
+from sdonnx.serve.image_request import BatchKey
+from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 TIMEOUT_S = 60.0
 
@@ -95,3 +100,49 @@ def until(condition: Callable[[], Any], seconds: float = TIMEOUT_S) -> None:
         if time.monotonic() > end:
             raise TimeoutError
         time.sleep(0.01)
+
+
+class Recorder(ServeObserver):
+    """Keeps the events of a queue: keys and sizes of batches, outcomes of requests, changes of LoRAs and captures."""
+
+    def __init__(self) -> None:
+        self.keys: list[BatchKey] = []
+        self.batches: list[int] = []
+        self.steps = 0
+        self.outcomes: list[str] = []
+        self.changes: list[float] = []
+        self.shapes: list[int] = []
+        self.pending: list[int] = []
+
+    def batch_started(self, key: BatchKey, queue_s: list[float]) -> None:
+        self.keys.append(key)
+        self.batches.append(len(queue_s))
+
+    def stepped(self, key: BatchKey, images: int) -> None:
+        self.steps += 1
+
+    def request_ended(self, model: str, outcome: str, seconds: float) -> None:
+        self.outcomes.append(outcome)
+
+    def loras_changed(self, model: str, seconds: float) -> None:
+        self.changes.append(seconds)
+
+    def captured(self, model: str, shapes: int, size_bytes: int, free_bytes: int | None) -> None:
+        self.shapes.append(shapes)
+
+    def captures_pending(self, shapes: int) -> None:
+        self.pending.append(shapes)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return the content of an image's file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def opened(text: str | None) -> Image.Image:
+    """Return the image of an answer, a file in base64."""
+    image = Image.open(io.BytesIO(base64.b64decode(text or "")))
+    image.load()
+    return image

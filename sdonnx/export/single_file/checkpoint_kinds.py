@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sdonnx.errors import WeightsError
-from sdonnx.export.single_file.original_keys import Shape, Sources, clip_sources, open_clip_sources
+from sdonnx.export.stored_tensors import Shape
 from sdonnx.models.spec import Family
 from sdonnx.models.stable_diffusion import STABLE_DIFFUSION, STABLE_DIFFUSION_XL
 from sdonnx.sample.architecture import Architecture
@@ -35,13 +35,13 @@ class Encoder:
     Attributes:
         name: Name of the component.
         prefix: Prefix of its tensors.
-        sources: Returns where its parameters are.
+        is_open_clip: Whether it is in OpenCLIP's layout, else in transformers'.
         unused: Number of its last layers that are not used.
     """
 
     name: str
     prefix: str
-    sources: Callable[[Mapping[str, Shape]], Sources]
+    is_open_clip: bool = False
     unused: int = 0
 
 
@@ -74,8 +74,8 @@ KINDS: tuple[Kind, ...] = (
         STABLE_DIFFUSION_XL,
         STABLE_DIFFUSION_XL_SAMPLES["sdxl"],
         (
-            Encoder("text_encoder", "conditioner.embedders.0.transformer.", clip_sources),
-            Encoder("text_encoder_2", "conditioner.embedders.1.model.", open_clip_sources),
+            Encoder("text_encoder", "conditioner.embedders.0.transformer."),
+            Encoder("text_encoder_2", "conditioner.embedders.1.model.", is_open_clip=True),
         ),
         "stabilityai/stable-diffusion-xl-base-1.0",
         "StableDiffusionXLInpaintPipeline",
@@ -85,7 +85,7 @@ KINDS: tuple[Kind, ...] = (
         "the refiner of Stable Diffusion XL",
         STABLE_DIFFUSION_XL,
         STABLE_DIFFUSION_XL_SAMPLES["sdxl-refiner"],
-        (Encoder("text_encoder_2", "conditioner.embedders.0.model.", open_clip_sources),),
+        (Encoder("text_encoder_2", "conditioner.embedders.0.model.", is_open_clip=True),),
         "stabilityai/stable-diffusion-xl-refiner-1.0",
         sizes=5,
     ),
@@ -93,7 +93,7 @@ KINDS: tuple[Kind, ...] = (
         "Stable Diffusion 2",
         STABLE_DIFFUSION,
         STABLE_DIFFUSION_SAMPLES["sd21"],
-        (Encoder("text_encoder", "cond_stage_model.model.", open_clip_sources, unused=1),),
+        (Encoder("text_encoder", "cond_stage_model.model.", is_open_clip=True, unused=1),),
         "stabilityai/stable-diffusion-2-1",
         "StableDiffusionInpaintPipeline",
     ),
@@ -101,7 +101,7 @@ KINDS: tuple[Kind, ...] = (
         "Stable Diffusion 1",
         STABLE_DIFFUSION,
         STABLE_DIFFUSION_SAMPLES["sd15"],
-        (Encoder("text_encoder", "cond_stage_model.transformer.", clip_sources),),
+        (Encoder("text_encoder", "cond_stage_model.transformer."),),
         "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "StableDiffusionInpaintPipeline",
     ),

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from sdonnx.errors import FolderError, WeightsError
-from sdonnx.export.component_plan import max_modules
+from sdonnx.export.module_construction import max_modules
 from sdonnx.export.open_source import download_files, is_hub_id
 from sdonnx.export.single_file.checkpoint_file import RenamedWeights, open_checkpoint
-from sdonnx.export.single_file.checkpoint_kinds import UNET, VAE_PREFIXES, Kind, kind_of
-from sdonnx.export.single_file.original_keys import Shape, Sources, unet_sources, vae_sources
+from sdonnx.export.single_file.checkpoint_kinds import VAE_PREFIXES, Kind, kind_of
+from sdonnx.export.single_file.convert_keys import text_encoder_weights, unet_weights, vae_weights
 from sdonnx.export.single_file.shape_configs import text_encoder_config, unet_config, vae_config
 from sdonnx.export.stored_tensors import StoredTensors, WeightFiles
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, copy_folder, read_json, require_inside
@@ -88,10 +88,8 @@ def open_single_file(
     kind, pipeline = kind_of(file.shapes, path)
     given = _given_folder(config)
     index = _index(kind, pipeline, given, path)
-    weights: dict[str, RenamedWeights | WeightFiles] = {_UNET: _unet(file)}
-    for encoder in kind.encoders:
-        shapes = _without(encoder.prefix, file.shapes)
-        weights[encoder.name] = _renamed(file, encoder.name, encoder.sources(shapes), encoder.prefix)
+    weights: dict[str, RenamedWeights | WeightFiles] = {_UNET: unet_weights(file, has_sizes=kind.sizes > 0)}
+    weights |= {encoder.name: text_encoder_weights(file, encoder) for encoder in kind.encoders}
     weights[_VAE] = _vae(file, vae, given, allow_pickle)
     with tempfile.TemporaryDirectory() as temporary:
         folder = PipelineFolder(Path(temporary), index)
@@ -167,21 +165,6 @@ def _names_class(entry: object) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and None not in entry
 
 
-def _without(prefix: str, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the tensors with a prefix, by their keys without it."""
-    return {key.removeprefix(prefix): shape for key, shape in shapes.items() if key.startswith(prefix)}
-
-
-def _renamed(file: StoredTensors, component: str, sources: Sources, prefix: str) -> RenamedWeights:
-    whole = {name: replace(source, key=prefix + source.key) for name, source in sources.items()}
-    return RenamedWeights(file, component, whole)
-
-
-def _unet(file: StoredTensors) -> RenamedWeights:
-    sources, unknown = unet_sources(_without(UNET, file.shapes))
-    return _known(_renamed(file, _UNET, sources, UNET), unknown, UNET)
-
-
 def _vae(
     file: StoredTensors, vae: Path | None, given: Path | None, allow_pickle: Collection[str]
 ) -> RenamedWeights | WeightFiles:
@@ -193,10 +176,8 @@ def _vae(
     if prefix is None and vae is not None:
         prefix = ""
     if prefix is not None:
-        shapes = _without(prefix, file.shapes)
-        if "decoder.conv_in.weight" in shapes and "encoder.conv_in.weight" in shapes:
-            sources, unknown = vae_sources(shapes)
-            return _known(_renamed(file, _VAE, sources, prefix), unknown, prefix)
+        if all(f"{prefix}{coder}.conv_in.weight" in file.shapes for coder in ("encoder", "decoder")):
+            return vae_weights(file, prefix)
         raise WeightsError(
             f"{file.path} has no complete autoencoder ({prefix}encoder.* and {prefix}decoder.*)",
             "an AutoencoderKL in the original or diffusers' layout",
@@ -210,18 +191,6 @@ def _vae(
         "tensors named first_stage_model.*",
         "pass --vae FILE, or --config FOLDER with an autoencoder",
     )
-
-
-def _known(weights: RenamedWeights, unknown: list[str], prefix: str) -> RenamedWeights:
-    """Return weights, or raise WeightsError if their component has keys that are no layers of it."""
-    if unknown:
-        weights.require_all_read(weights.sources.keys())
-        raise WeightsError(
-            f"{weights.file.path} has {prefix}{sorted(unknown)[0]}, which is no layer of the {weights.component}",
-            "the layers of Stable Diffusion 1, 2 or XL",
-            "models with other layers are not supported; pass another checkpoint",
-        )
-    return weights
 
 
 def _write_configs(
@@ -279,7 +248,7 @@ def _copied(given: Path, file: Path, folder: Path) -> bool:
 def _config(
     kind: Kind, name: str, spec: ClassSpec, read: RenamedWeights, weights: Mapping[str, RenamedWeights | WeightFiles]
 ) -> dict[str, Any]:
-    shapes = {key: source.shape for key, source in read.sources.items()}
+    shapes = {name.removeprefix("text_model."): source.shape for name, source in read.sources.items()}
     if name == _VAE:
         return vae_config(shapes, spec.config)
     if name != _UNET:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from sdonnx.export.single_file.original_keys import Shape
+from sdonnx.export.stored_tensors import Shape
 
 __all__ = ["text_encoder_config", "unet_config", "vae_config"]
 

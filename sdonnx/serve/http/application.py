@@ -19,9 +19,9 @@ from sdonnx.errors import SdonnxError
 from sdonnx.serve.http.images_api import ImagesApi
 from sdonnx.serve.http.openai_errors import error_response, on_http_error, on_invalid, on_left, on_sdonnx_error
 from sdonnx.serve.http.request_gate import RequestGate
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.image_service import ImageService
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 __all__ = ["create_app"]
 

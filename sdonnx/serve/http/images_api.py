@@ -19,10 +19,16 @@ from starlette.exceptions import HTTPException
 
 from sdonnx.errors import OptionError
 from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
-from sdonnx.serve.http.conditioning_fields import LISTED_FIELDS
-from sdonnx.serve.http.lora_fields import FIELD, is_lora_field, read_lora_form
 from sdonnx.serve.http.openai_errors import CLIENT_LEFT, ErrorResponse, error_response
-from sdonnx.serve.http.request_fields import EditFields, GenerationFields, ImageFields
+from sdonnx.serve.http.request_fields import (
+    LISTED_FIELDS,
+    LORAS,
+    EditFields,
+    GenerationFields,
+    ImageFields,
+    is_lora_field,
+    read_lora_form,
+)
 from sdonnx.serve.http.responses import (
     Encoder,
     EventResponse,
@@ -34,11 +40,10 @@ from sdonnx.serve.http.responses import (
     images_response,
     stream_events,
 )
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.http.uploaded_images import read_conditioning, read_upload
-from sdonnx.serve.image_job import GeneratedImages
 from sdonnx.serve.image_request import ImageRequest
-from sdonnx.serve.image_service import ImageService, ServiceJob
+from sdonnx.serve.image_service import GeneratedImages, ImageService, ServiceJob
+from sdonnx.serve.serve_settings import ServeSettings
 
 __all__ = ["ImagesApi"]
 
@@ -175,7 +180,7 @@ class ImagesApi:
         known = self._pipeline.loras
         for name in fields.loras or ():
             if known and name not in known:  # without any, the pipeline's message is clearer
-                return error_response(404, f"the LoRA {name!r} is unknown; expected a name that /v1/loras lists", FIELD)
+                return error_response(404, f"the LoRA {name!r} is unknown; expected a name that /v1/loras lists", LORAS)
         return None
 
     def _unknown_model(self) -> JSONResponse:
@@ -223,7 +228,7 @@ def _read_fields(form: FormData) -> EditFields:
         else:
             texts[name] = value
     if loras:
-        texts[FIELD] = read_lora_form(loras)
+        texts[LORAS] = read_lora_form(loras)
     try:
         return EditFields.model_validate(texts)
     except ValidationError as error:

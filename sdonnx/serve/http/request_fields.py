@@ -2,17 +2,139 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from sdonnx.errors import OptionError
-from sdonnx.serve.http.conditioning_fields import ConditioningFields, ConditioningTexts, Finite
-from sdonnx.serve.http.lora_fields import LoraFields
+from sdonnx.serve.conditioning_images import MAX_CONDITIONING_IMAGES
 from sdonnx.serve.image_request import ImageRequest
+from sdonnx.serve.served_loras import MAX_LORA_WEIGHT, MAX_LORAS
 
-__all__ = ["EditFields", "GenerationFields", "ImageFields"]
+__all__ = [
+    "LISTED_FIELDS",
+    "LORAS",
+    "ConditioningFields",
+    "ConditioningTexts",
+    "EditFields",
+    "Finite",
+    "GenerationFields",
+    "ImageFields",
+    "LoraFields",
+    "is_lora_field",
+    "read_lora_form",
+]
+
+_MAX = 1e6
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _listed(value: Any) -> Any:
+    """Return one value as a list, so that messages name the value and not the alternatives of a union."""
+    return value if isinstance(value, list) or value is None else [value]
+
+
+def _one_or_list(kind: dict[str, Any]) -> list[Any]:
+    array = {"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_CONDITIONING_IMAGES}
+    schema = {"anyOf": [kind, array]}
+    return [
+        Field(min_length=1, max_length=MAX_CONDITIONING_IMAGES),
+        BeforeValidator(_listed),
+        WithJsonSchema(schema),
+    ]
+
+
+_Weight = Annotated[float, Field(allow_inf_nan=False, ge=-_MAX, le=_MAX)]
+_Share = Annotated[float, Field(allow_inf_nan=False, ge=0, le=1)]
+_Type = Annotated[int, Field(ge=0, le=1000)]
+Weights = Annotated[list[_Weight], *_one_or_list({"type": "number", "minimum": -_MAX, "maximum": _MAX})]
+Shares = Annotated[list[_Share], *_one_or_list({"type": "number", "minimum": 0, "maximum": 1})]
+Types = Annotated[list[_Type], *_one_or_list({"type": "integer", "minimum": 0, "maximum": 1000})]
+Texts = Annotated[list[str], *_one_or_list({"type": "string"})]
+
+
+class ConditioningFields(BaseModel):
+    """Numbers that belong to images next to the prompt. They have the names of the pipeline's arguments."""
+
+    controlnet_conditioning_scale: Weights | None = Field(None, description="weight of all ControlNets, or of each")
+    control_guidance_start: Shares | None = Field(None, description="share of the steps at which ControlNets start")
+    control_guidance_end: Shares | None = Field(None, description="share of the steps at which ControlNets end")
+    guess_mode: bool | None = Field(None, description="scale residuals with depth, and apply them to the prompt only")
+    control_mode: Types | None = Field(None, description="type of each image of a ControlNet-Union")
+    adapter_conditioning_scale: Weights | None = Field(None, description="weight of all T2I-Adapters, or of each")
+    adapter_conditioning_factor: _Share | None = Field(None, description="share of the steps with T2I-Adapters")
+    ip_adapter_scale: Weights | None = Field(None, description="weight of all IP-Adapters, or of each")
+
+    def conditioning(self) -> dict[str, Any]:
+        """Return the numbers by name, a single one without its list."""
+        values = {name: getattr(self, name) for name in ConditioningFields.model_fields}
+        return {
+            name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in values.items()
+        }
+
+
+class ConditioningTexts(BaseModel):
+    """Images next to the prompt in JSON: base64, or a data URL."""
+
+    control_image: Texts | None = Field(None, description="image for each ControlNet: base64 or a data URL")
+    adapter_image: Texts | None = Field(None, description="image for each T2I-Adapter: base64 or a data URL")
+    ip_adapter_image: Texts | None = Field(None, description="image for each IP-Adapter: base64 or a data URL")
+
+
+LISTED_FIELDS = ConditioningFields.model_fields.keys() - {"guess_mode", "adapter_conditioning_factor"}
+"""Fields that a form may repeat."""
+
+
+LORAS = "loras"
+
+_MAX_LORA_NAME = 255  # characters of a file's name
+
+
+def _no_boolean(value: Any) -> Any:
+    """Return None, which is no number, for a boolean, which would be read as 0 or 1."""
+    return None if isinstance(value, bool) else value
+
+
+_LoraName = Annotated[str, Field(min_length=1, max_length=_MAX_LORA_NAME)]
+_LoraWeight = Annotated[
+    float, Field(allow_inf_nan=False, ge=-MAX_LORA_WEIGHT, le=MAX_LORA_WEIGHT), BeforeValidator(_no_boolean)
+]
+
+
+class LoraFields(BaseModel):
+    """LoRAs of a request."""
+
+    loras: dict[_LoraName, _LoraWeight] | None = Field(
+        None, max_length=MAX_LORAS, description="weights of LoRAs by the names that /v1/loras lists"
+    )
+
+
+def is_lora_field(name: str) -> bool:
+    """Return whether a part of a form is `loras` or `loras[NAME]`."""
+    return name == LORAS or (name.startswith(f"{LORAS}[") and name.endswith("]"))
+
+
+def read_lora_form(parts: Sequence[tuple[str, str]]) -> Any:
+    """Return the value of the field, which pydantic checks.
+
+    Args:
+        parts: names and texts of a form: one with JSON, or one `loras[NAME]` for each LoRA, as OpenAI's client sends a
+            mapping.
+    """
+    if len(parts) == 1 and parts[0][0] == LORAS:
+        try:
+            return json.loads(parts[0][1])
+        except (ValueError, RecursionError):
+            return parts[0][1]
+    names = [name[len(LORAS) + 1 : -1] for name, _ in parts]
+    if LORAS in (name for name, _ in parts) or len(set(names)) < len(names):
+        return [text for _, text in parts]  # no mapping, which is refused
+    return dict(zip(names, (text for _, text in parts), strict=True))
+
 
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 

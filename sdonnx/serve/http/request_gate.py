@@ -8,16 +8,16 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sdonnx.serve.fair_share import SharedPlaces
+from sdonnx.serve.fair_queue import SharedPlaces
 from sdonnx.serve.http.openai_errors import error_response
-from sdonnx.serve.http.serve_settings import ServeSettings
 from sdonnx.serve.prometheus_metrics import PrometheusMetrics
+from sdonnx.serve.serve_settings import ServeSettings
 
 __all__ = ["RequestGate"]
 
@@ -112,8 +112,8 @@ class RequestGate:
         """Return the number of the key in a header; the time does not depend on how much of a key is right."""
         scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
-        known = _places(hmac.compare_digest(given, each) for each in self._digests)
-        return known[0] if known and scheme.lower() == b"bearer" else None
+        known = [hmac.compare_digest(given, each) for each in self._digests]
+        return known.index(True) if any(known) and scheme.lower() == b"bearer" else None
 
     @contextmanager
     def _place(self, client: str) -> Iterator[None]:
@@ -188,8 +188,3 @@ def _refusal(places: SharedPlaces, client: str, amount: int, unit: str) -> HTTPE
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _places(values: Iterable[bool]) -> list[int]:
-    """Return the places of true values, after looking at all of them."""
-    return [index for index, value in enumerate(list(values)) if value]

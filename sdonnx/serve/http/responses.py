@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import time
 from collections.abc import AsyncIterator
@@ -15,14 +17,12 @@ from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 
 from sdonnx.errors import SdonnxError
-from sdonnx.serve.http.image_encoding import QUALITY, encode_base64
 from sdonnx.serve.http.openai_errors import error_content, status_of
 from sdonnx.serve.http.request_fields import ImageFields
-from sdonnx.serve.image_job import GeneratedImages, StepProgress
-from sdonnx.serve.image_service import ServiceJob
-from sdonnx.serve.serve_observer import ServeObserver
+from sdonnx.serve.image_service import GeneratedImages, ServeObserver, ServiceJob, StepProgress
 
 __all__ = [
+    "QUALITY",
     "Encoder",
     "EventResponse",
     "ImageData",
@@ -31,9 +31,28 @@ __all__ = [
     "LoraList",
     "ModelCard",
     "ModelList",
+    "encode_base64",
     "images_response",
     "stream_events",
 ]
+
+QUALITY = 95
+"""Default quality of JPEG and WebP files, as `sdonnx generate` has it."""
+
+
+def encode_base64(image: Image.Image, output_format: str, quality: int) -> str:
+    """Return the file of an image in base64.
+
+    Args:
+        image: the image.
+        output_format: "png", "jpeg" or "webp".
+        quality: quality of JPEG and WebP, 0 to 100.
+    """
+    file = io.BytesIO()
+    options = {} if output_format == "png" else {"quality": quality}
+    image.save(file, output_format, **options)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
 
 _PING_S = 15.0  # proxies close connections that are silent for a minute or less
 
@@ -189,24 +208,13 @@ def _event(kind: str, common: dict[str, Any], name: str, **values: Any) -> str:
 
 async def _with_pings(iterator: AsyncIterator[StepProgress]) -> AsyncIterator[StepProgress | None]:
     """Yield the items, and None whenever there was none for a while."""
-    pending: asyncio.Task[StepProgress] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(_next(iterator))
-            done, _ = await asyncio.wait({pending}, timeout=_PING_S)
-            if not done:
+    while True:
+        pending = asyncio.ensure_future(anext(iterator, None))
+        try:
+            while not (await asyncio.wait({pending}, timeout=_PING_S))[0]:
                 yield None
-                continue
-            try:
-                progress = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
-            yield progress
-    finally:
-        if pending is not None:
-            pending.cancel()
-
-
-async def _next(iterator: AsyncIterator[StepProgress]) -> StepProgress:
-    return await anext(iterator)
+        finally:
+            pending.cancel()  # without effect once it is done
+        if (progress := pending.result()) is None:
+            return
+        yield progress

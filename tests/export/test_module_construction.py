@@ -12,7 +12,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 
-from sdonnx.export.module_buffers import module_buffers
+from sdonnx.export.module_construction import module_buffers
 from sdonnx.sample.write_sample import ARCHITECTURES
 
 CLASSES: list[tuple[str, str]] = [
