@@ -22,7 +22,6 @@ from sdonnx.models.spec import Family, Role
 from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph, Run, SessionSettings
-from sdonnx.runtime.device.session_weights import ChangedWeights, load_shared_weights
 
 if TYPE_CHECKING:
     from sdonnx.lora.changed_component import ChangedComponent
@@ -87,6 +86,7 @@ class GraphSet:
         settings: SessionSettings,
         low_memory: LowMemory,
     ) -> None:
+        from sdonnx.runtime.device.session_weights import ChangedWeights
 
         self.folder, self.family, self.device, self._settings = folder, family, device, settings
         self.observer: Observer | None = None
@@ -261,6 +261,8 @@ class GraphSet:
 
     def _shared_weights(self) -> dict[str, OrtValue]:
         """Return the weights that several graphs of the denoiser share."""
+        from sdonnx.runtime.device.session_weights import load_shared_weights
+
         with self._loading_weights:
             if self._weights is None:
                 component = self.folder.component(self.family.with_role(Role.DENOISER).name)

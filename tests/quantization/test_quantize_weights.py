@@ -15,7 +15,7 @@ from support.dequantize import dequantize
 from support.graphs import Array, copied, feeds_for, graph, normal, operators, run, text_of
 from support.pipelines import refused
 
-from sdonnx.compose.compose_component import shared_weights
+from sdonnx.compose import shared_weights
 from sdonnx.errors import FolderError, OptionError, WeightsError
 from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.graph.edit import input_of, tensor_of

@@ -142,6 +142,8 @@ class LoraInterface(PipelineBase):
             OptionError: a weight is no number, or the folder cannot be changed.
             DeviceMemoryError: the device has too little memory.
         """
+        from sdonnx.lora.loaded_adapters import AdapterState
+
         weights = {name: self._by_component(name, weight) for name, (_, weight) in adapters.items()}
         files = {name: file for name, (file, _) in adapters.items()}
         active = dict.fromkeys(self._adapters.tables, tuple(adapters)) if adapters else {}
