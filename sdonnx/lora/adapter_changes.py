@@ -108,7 +108,8 @@ class _Factory:
         if not w1_a.ndim == w1_b.ndim == w2_a.ndim == w2_b.ndim == 2:
             raise self._mismatch(_LOHA)
         rank = self._rank(w1_b, 0)
-        first, second = [(w1_a, w1_b), (w2_a, w2_b)]
+        first: tuple[Array, ...] = (w1_a, w1_b)
+        second: tuple[Array, ...] = (w2_a, w2_b)
         if "hada_t1" in self._tensors or "hada_t2" in self._tensors:
             self._require(_LOHA[4:])
             t1, t2 = (self._tensors[part] for part in _LOHA[4:])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,11 @@ from sdonnx.folder.weight_table import (
 )
 from sdonnx.lora.changed_component import change_component
 from sdonnx.lora.weight_change import LinearChange
+
+
+def zeros(shape: tuple[int, ...]) -> LinearChange:
+    return LinearChange("a", "zeros", 0, shape, 1.0, lambda: np.zeros(shape, np.float32))
+
 
 LAYOUTS: list[Layout] = ["rows", "nhwc", "columns"]
 
@@ -177,10 +181,7 @@ def test_mutated_tables(table: WeightTable, tmp_path: Path, data: st.DataObject)
     try:
         read = WeightTable.read(tmp_path)
         assert read is not None
-        changes = {
-            name: [(LinearChange("a", "zeros", 0, shape, 1.0, partial(np.zeros, shape, np.float32)), 1.0)]
-            for name, shape in read.shapes.items()
-        }
+        changes = {name: [(zeros(shape), 1.0)] for name, shape in read.shapes.items()}
         changed = change_component(read, changes).values
     except SdonnxError as error:
         assert str(error).isprintable()  # noqa: PT017

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -29,13 +30,17 @@ from support.original_layout import original_unet
 
 from sdonnx.errors import WeightsError
 from sdonnx.lora.adapter_file import read_adapter
-from sdonnx.lora.weight_change import changed_by_all
+from sdonnx.lora.weight_change import WeightChange, changed_by_all
 
 # PEFT reads an attribute of transformers' models that has another name now.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 FAMILIES = ["sd", "sdxl"]
 CLIP_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+
+
+def delta_of(change: WeightChange) -> Any:
+    return changed_by_all(np.zeros(change.shape, np.float32), [(change, 1.0)])
 
 
 def lora(family: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -174,7 +179,7 @@ def test_alphas_of_modules(tmp_path: Path) -> None:
         module = name.removesuffix(".weight")
         alpha = alphas[f"lora_unet_{module.replace('.', '_')}.alpha"]
         product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
-        torch.testing.assert_close(torch.from_numpy(change.delta(change.shape)), product * alpha / 3)
+        torch.testing.assert_close(torch.from_numpy(delta_of(change)), product * alpha / 3)
 
 
 def test_file_of_kohya_for_text_encoders(tmp_path: Path) -> None:
@@ -248,7 +253,7 @@ def test_types_of_tensors(tmp_path: Path) -> None:
             down, up = (
                 load_file(tmp_path / "a.safetensors")[f"unet.{module}.lora_{half}.weight"].float() for half in "AB"
             )
-            torch.testing.assert_close(torch.from_numpy(change.delta(change.shape)), up @ down)
+            torch.testing.assert_close(torch.from_numpy(delta_of(change)), up @ down)
 
 
 def test_linear_layers_and_pointwise_convolutions_are_interchangeable(tmp_path: Path) -> None:
@@ -292,4 +297,4 @@ def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
     (change, *_) = read_adapter(tmp_path / "a.safetensors").changes["unet"].values()
     for shape in ((32, 33), (33, 32), (32, 32, 3, 3), (32,), ()):
         with pytest.raises(WeightsError, match=r"a\.safetensors: down_blocks.*\(32, 32\)"):
-            change.delta(shape)
+            change.check(shape)

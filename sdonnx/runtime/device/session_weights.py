@@ -257,10 +257,11 @@ class ChangedWeights:
 
     def injected(self, path: Path) -> dict[str, OrtValue]:
         """Return the initializers that ONNX Runtime has to see while it optimizes a graph, by name."""
-        changed = self._changed.get(path.parent.name)
+        if (changed := self._changed.get(path.parent.name)) is None:
+            return {}
         return {
             name: _host_tensor(changed.values[name], entry.dtype)
-            for name in ([] if changed is None else changed.names(path.name))
+            for name in changed.names(path.name)
             if (entry := changed.table.initializers[name]).offsets is not None and not self._is_buffer(entry)
         }
 
