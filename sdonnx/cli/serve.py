@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from sdonnx.errors import OptionError
-from sdonnx.installation import requiring
 from sdonnx.lora.lora_folder import list_loras
 from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.terminal import add_common, add_option, console
@@ -153,10 +152,7 @@ def _run_on_ray(options: argparse.Namespace, folders: dict[str, str]) -> int:
     keys = read_api_keys(options.api_key_file, os.environ.get(KEYS_VARIABLE))
     if keys:
         os.environ[KEYS_VARIABLE] = ",".join(keys)
-    with requiring("sdonnx serve --ray", "ray"):
-        import ray  # noqa: F401  the message names the command
-
-        from sdonnx.serve.ray import serve_on_ray
+    from sdonnx.serve.ray import serve_on_ray
 
     port = options.port
     if port == 0 and options.ray_address is None:

@@ -11,7 +11,7 @@ from diffusers.models.controlnets.controlnet import ControlNetOutput
 
 from sdonnx.compiler.compiled_unet import timesteps_of
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
-from sdonnx.export.conditioning_wrappers import ControlNet
+from sdonnx.export.control_network_wrappers import ControlNet
 from sdonnx.models.control_networks import NUM_TIME_IDS, latent_pixels, pooled_width
 from sdonnx.models.shared_components import ENCODER_HIDDEN_STATES, SAMPLE, TIMESTEP
 from sdonnx.models.spec import ComponentSpec, Role, TensorSpec

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from sdonnx.export import pixart_export, stable_diffusion_export
-from sdonnx.export.conditioning_wrappers import control_wrapper, with_image_prompts
+from sdonnx.export.control_network_wrappers import control_wrapper
+from sdonnx.export.ip_adapter_wrappers import with_image_prompts
 from sdonnx.export.wrappers import Wrapper
 from sdonnx.models.pixart import PIXART, PIXART_SIGMA
 from sdonnx.models.spec import ComponentSpec, Family

@@ -21,7 +21,7 @@ from sdonnx.serve.image_service import ServeObserver
 from sdonnx.serve.remote_pipeline import RemoteEvent, RemotePipeline, replica_events
 from sdonnx.serve.serve_settings import ServeLimits
 
-with requiring("sdonnx.serve.ray", "ray"):
+with requiring("sdonnx serve --ray", "ray"):
     import ray
     from ray import serve
     from ray.exceptions import RayError, RayTaskError

@@ -189,7 +189,7 @@ def test_without_ray_one_line_says_how_to_install_it(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     done = subprocess.run([sys.executable, "-c", f"{block}\nimport sdonnx.serve.ray"], capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("sdonnx.errors.PackageError: sdonnx.serve.ray needs the package ray")
+    assert last.startswith("sdonnx.errors.PackageError: sdonnx serve --ray needs the package ray")
 
 
 def test_the_library_needs_no_extra() -> None:
