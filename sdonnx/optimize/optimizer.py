@@ -14,7 +14,7 @@ from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
 from sdonnx.folder.copy_folder import copy_folder
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder
-from sdonnx.fusions.own_kernels import default_sizes
+from sdonnx.fusions.sdonnx_domain.use_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role
