@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +14,7 @@ from support.replacements import failures, own, swapped
 from support.steps import step_around
 
 from sdonnx.fusions.sdonnx_domain.attention_rules import MAX_TOKENS, MIN_TOKENS
-from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
+from sdonnx.fusions.sdonnx_domain.use_kernels import RULES, use_kernels
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.operator_table import SDONNX_CONTRACTS
 from sdonnx.operators.sdonnx_domain.attention import HEAD_SIZES
@@ -509,3 +510,15 @@ def test_every_operator_is_emitted() -> None:
         "ScaledMatMul",
     }  # test_matmul_8bit_rules.py
     assert emitted == SDONNX_CONTRACTS.keys() - for_8_bits
+
+
+def test_every_operator_has_a_rule_and_a_row_in_the_documentation() -> None:
+    """The page names the files of the contract, the rules and the kernel."""
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "explanation" / "kernels.md").read_text(encoding="utf-8")
+    assert RULES.keys() == SDONNX_CONTRACTS.keys()
+    for op_type, contract in SDONNX_CONTRACTS.items():
+        (row,) = re.findall(rf"^\| `{op_type}` \| `(\w+)\.py` \| `(\w+)\.py` \| `(\w+\.cuh)` \|$", page, re.MULTILINE)
+        assert row[0] == contract.lower.__module__.rpartition(".")[2]
+        assert row[1] in {rule.__module__.rpartition(".")[2] for rule in RULES[op_type]}
+        assert f'"{op_type}"' in (root / "kernels" / "src" / row[2]).read_text(encoding="utf-8")
