@@ -14,7 +14,7 @@ import onnx_ir as ir
 from sdonnx.doctor.kernel_library import find_kernel_library
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, read_json
-from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import Graph, SessionSettings
 
@@ -46,7 +46,7 @@ def predict(
         raise FolderError("SDONNX_KERNELS is not set", "the library of kernels", "run make -C kernels, and set it")
     config = read_json(component / "config.json")
     model = ir.load(path)
-    use_own_kernels(model, config.get("sample_size"), config.get("patch_size", 1))
+    use_kernels(model, config.get("sample_size"), config.get("patch_size", 1))
     # The weights are found relative to the graph, so it must be in the same folder.
     with tempfile.NamedTemporaryFile(dir=component, suffix=".onnx") as file:
         ir.save(model, file.name)

@@ -31,7 +31,7 @@ from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
-from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
+from sdonnx.fusions.sdonnx_domain.use_kernels import KERNEL_STAGE, default_sizes, use_kernels
 from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.passes import tidy
 from sdonnx.models.spec import Role
@@ -140,7 +140,7 @@ def build_model(
         outcomes = list(job.outcomes)
         if target.settings.library is not None:
             sizes = default_sizes(config) if spec.role is Role.DENOISER else (None, 1)
-            outcomes.append(StageOutcome(OWN_KERNELS, use_own_kernels(model, *sizes).fired, ()))
+            outcomes.append(StageOutcome(KERNEL_STAGE, use_kernels(model, *sizes).fired, ()))
         _log_fusions(outcomes, name)
         if signature.quantization is not None:
             _log_quantized(job.quantized, name)

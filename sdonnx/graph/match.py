@@ -30,10 +30,12 @@ __all__ = [
     "Sum",
     "WalkResult",
     "WalkRule",
+    "ancestors",
     "apply_rules",
     "apply_walk_rules",
     "biased",
     "filling",
+    "has_one_reader",
     "is_bias",
     "is_matrix",
     "is_number",
@@ -238,6 +240,23 @@ def sole_user(value: ir.Value, *op_types: str) -> ir.Node | None:
         return None
     (node,) = users
     return node if not node.domain and node.op_type in op_types else None
+
+
+def ancestors(value: ir.Value | None) -> set[ir.Node]:
+    """Return the nodes that a value depends on."""
+    found, waiting = set[ir.Node](), [value]
+    while waiting:
+        each = waiting.pop()
+        node = None if each is None else each.producer()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += node.inputs
+    return found
+
+
+def has_one_reader(value: ir.Value | None) -> bool:
+    """Return whether one input of one node reads a value."""
+    return value is not None and len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def scalar(value: ir.Value | None) -> float | None:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["Origin", "arranged_origin", "lazy", "origin_of", "read"]
+__all__ = ["Origin", "arranged_origin", "lazy", "origin_of", "read", "stacked_tensor"]
 
 _ORIGIN = "sdonnx.origin"
 
@@ -98,3 +98,33 @@ def arranged_origin(
     if len(origins) != len(tensors) or len({each.dtype for each in origins}) != 1:
         return None
     return Origin(origins[0].dtype, lambda: arrange([each.make() for each in origins]))
+
+
+def stacked_tensor(parts: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> ir.TensorProtocol | None:
+    """Return a tensor of the bytes of several, which follow one another in a file; None if they do not.
+
+    Parts that are not in a file are copied.
+
+    Args:
+        parts: tensors of one shape and type.
+        shape: the shape of the result.
+    """
+    stored = [part for part in parts if isinstance(part, ir.ExternalTensor)]
+    if not stored:
+        return ir.Tensor(np.stack([part.numpy() for part in parts]).reshape(tuple(shape)), dtype=parts[0].dtype)
+    first = stored[0]
+    for index, part in enumerate(stored):
+        is_next = (part.offset or 0) == (first.offset or 0) + index * first.nbytes
+        if not is_next or (part.path, part.dtype) != (first.path, first.dtype):
+            return None
+    if len(stored) != len(parts):
+        return None
+    return ir.ExternalTensor(
+        first.location,
+        first.offset,
+        len(parts) * first.nbytes,
+        first.dtype,
+        shape=ir.Shape(shape),
+        name=first.name or "",
+        base_dir=first.base_dir,
+    )

@@ -1,5 +1,6 @@
-"""The fused operators: contracts, reference bodies and kernel test cases, one operator a file.
+"""The fused operators: contracts, reference bodies and kernel test cases, one family a file.
 
-To add an operator: write its file (`bias_add.py` is the shortest), add its contract to `operator_table.py`, write
-`tests/operators/test_NAME.py` with an `OPERATOR_TEST`, and run `python scripts/write_kernel_cases.py`.
+ONNX Runtime's operators are in the `contrib_` files, our own in `sdonnx_domain`. To add one: write its contract in the
+file of its family, add it to `operator_table.py`, write `tests/operators/test_NAME.py` with an `OPERATOR_TEST`, and run
+`python scripts/write_kernel_cases.py`.
 """

@@ -28,8 +28,8 @@ from sdonnx.folder.pipeline_folder import (
     read_json,
 )
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
-from sdonnx.fusions.own_kernels import OWN_KERNELS, default_sizes, use_own_kernels
-from sdonnx.fusions.stack_projections import order_weights
+from sdonnx.fusions.sdonnx_domain.attention_rules import order_weights
+from sdonnx.fusions.sdonnx_domain.use_kernels import KERNEL_STAGE, default_sizes, use_kernels
 from sdonnx.graph.loading.load import load_model
 from sdonnx.graph.match import MatchFailure
 from sdonnx.graph.passes import tidy
@@ -355,7 +355,7 @@ def _write_own_kernel_graphs(job: ComponentJob) -> None:
     failures: list[MatchFailure] = []
     for file in job.served:
         model = ir.load(job.folder / file)
-        outcome = use_own_kernels(model, *sizes)
+        outcome = use_kernels(model, *sizes)
         if any(outcome.fired.values()):
             own = job.folder / own_kernel_graph(file)
             restore_late(model)
@@ -367,7 +367,7 @@ def _write_own_kernel_graphs(job: ComponentJob) -> None:
             failures += outcome.failures
     if shared is not None:
         index.write_text(json.dumps(shared) + "\n", encoding="utf-8")
-    job.outcomes = [*job.outcomes, StageOutcome(OWN_KERNELS, dict(fired), tuple(dict.fromkeys(failures)))]
+    job.outcomes = [*job.outcomes, StageOutcome(KERNEL_STAGE, dict(fired), tuple(dict.fromkeys(failures)))]
 
 
 def _has_own_kernels(job: ComponentJob) -> bool:

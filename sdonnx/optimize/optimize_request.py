@@ -9,7 +9,7 @@ from typing import Any
 from sdonnx.errors import OptionError, ProviderError
 from sdonnx.fusions.derived_tables import FLAGS
 from sdonnx.fusions.fusion_table import ATTENTION_LAYOUTS, PROVIDERS
-from sdonnx.fusions.own_kernels import KERNELS
+from sdonnx.fusions.sdonnx_domain.use_kernels import KERNELS
 from sdonnx.precision.policy import Precision
 from sdonnx.quantization.quantization_config import QuantizationConfig
 

@@ -13,7 +13,7 @@ from sdonnx._version import __version__
 from sdonnx.compose import ControlPlan
 from sdonnx.errors import refusing
 from sdonnx.folder.pipeline_folder import MODEL_INDEX, PipelineFolder, atomic_folder, copy_folder
-from sdonnx.fusions.own_kernels import default_sizes
+from sdonnx.fusions.sdonnx_domain.use_kernels import default_sizes
 from sdonnx.models.control_networks import control_residuals
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import ComponentSpec, Role

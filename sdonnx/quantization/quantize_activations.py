@@ -1,7 +1,7 @@
 """Round activations to 8 bits in front of products: x -> the values of x in an 8-bit format, times their scale.
 
 The result has the type of x. Standard operators compute it, so that a graph runs everywhere and with the numbers that a
-product of 8-bit factors has; `sdonnx.fusions.own_scaled_products` finds these operators and the product behind them.
+matmul of 8-bit factors has; `sdonnx.fusions.sdonnx_domain.rounded_matmul` finds these operators.
 
 A scale is the largest magnitude divided by the format's largest value, and at least MIN_SCALE.
 """

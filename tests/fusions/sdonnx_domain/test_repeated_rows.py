@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from support.graphs import graph
-from support.own_swaps import swapped
+from support.replacements import swapped
 
 COPIES = """s0 = Shape(r) c0 = Concat<axis=0>(two, s0) e = Expand(r, c0)
     s1 = Shape<start=1>(r) c1 = Concat<axis=0>(last, s1) u = Reshape(e, c1)"""

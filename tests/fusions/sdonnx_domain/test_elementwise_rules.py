@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from support.graphs import Array, copied, graph, normal, used
-from support.own_swaps import failures, own, swapped
+from support.replacements import failures, own, swapped
 
-from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.graph.shapes.expressions import parsed
 
 IMAGE = "float16[B,H,W,{}]"
@@ -159,7 +159,7 @@ def test_resize_to_known_sizes(sizes: tuple[int, ...]) -> None:
 def test_resize_to_the_size_of_a_skip_connection(inner: str, outer: str, height: int) -> None:
     """As in a UNet: sizes are computed, and shape inference knows how they depend on the inputs' sizes."""
     model = sized(inner, outer)
-    assert use_own_kernels(copied(model)).fired == {"ResizeToOwnUpsampleNearest": 1}
+    assert use_kernels(copied(model)).fired == {"ResizeToOwnUpsampleNearest": 1}
     assert size_of(inner, height) == (size_of(outer, height) + 1) // 2
 
 

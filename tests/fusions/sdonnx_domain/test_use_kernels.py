@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from support.graphs import copied, graph, normal
-from support.own_swaps import failures, own, swapped
+from support.replacements import failures, own, swapped
 from support.steps import step_around
 
-from sdonnx.fusions.own_kernels import MAX_TOKENS, MIN_TOKENS, use_own_kernels
+from sdonnx.fusions.sdonnx_domain.attention_rules import MAX_TOKENS, MIN_TOKENS
+from sdonnx.fusions.sdonnx_domain.use_kernels import RULES, use_kernels
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.operator_table import SDONNX_CONTRACTS
 from sdonnx.operators.sdonnx_domain.attention import HEAD_SIZES
@@ -195,12 +197,12 @@ def test_attention(attributes: str) -> None:
 def test_attention_to_a_caption(width: int, keys: int | str) -> None:
     """The sizes of the image are not needed."""
     model = attention(width=width, queries="S", keys=keys)
-    assert use_own_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
+    assert use_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
 
 
 def test_attention_with_key_counts() -> None:
     model = attention("q, k, v, , counts", keys="L")
-    assert use_own_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
+    assert use_kernels(model).fired == {"MultiHeadAttentionToOwnAttention": 1}
     assert [each.name for each in model.graph.node(0).inputs if each] == ["q", "k", "v", "counts"]
 
 
@@ -230,7 +232,7 @@ def test_tokens_follow_from_the_latents_and_the_patches(latent_size: int, patch_
     model.graph.insert_before(node, tokens)
     for index in range(3):
         node.replace_input_with(index, tokens.outputs[0])
-    assert bool(use_own_kernels(model, latent_size, patch_size).fired) == fires
+    assert bool(use_kernels(model, latent_size, patch_size).fired) == fires
 
 
 def test_product_by_a_weight() -> None:
@@ -240,7 +242,7 @@ def test_product_by_a_weight() -> None:
 
 def test_product_of_two_tensors_is_no_candidate() -> None:
     model = graph("float16[B,S,64] x, float16[64,64] t", "float16[B,S,64] y", "y = MatMul(x, t)")
-    outcome = use_own_kernels(model)
+    outcome = use_kernels(model)
     assert (outcome.fired, outcome.failures) == ({}, ())
 
 
@@ -404,11 +406,11 @@ REFUSED: Mapping[str, tuple[ir.Model, str]] = {
             w=WEIGHT,
             v=VECTOR,
         ),
-        "the skip is not known to have the shape of the product",
+        "the skip is not known to have the shape of the matmul",
     ),
     "scaled residual": (
         graph("float16[N,64] x, float16[N,64] r", "float16[N,64] y", "y = Gemm<beta=0.5>(x, w, r)", w=WEIGHT),
-        "the product or the residual is scaled",
+        "the matmul or the residual is scaled",
     ),
     "transposed factor": (
         graph("float16[N,64] x, float16[N,64] r", "float16[N,64] y", "y = Gemm<transB=1>(x, w, r)", w=WEIGHT),
@@ -430,7 +432,7 @@ def test_refuses(name: str) -> None:
 @pytest.mark.parametrize("latent_size", [None, 32, 1024])
 def test_group_norms_of_images_of_any_size_are_replaced(latent_size: int | None) -> None:
     model = graph("float16[B,H,W,64] x", "float16[B,H,W,64] y", f"y = {GROUP_NORM}(x, g, b)", **NORM)
-    assert use_own_kernels(model, latent_size).fired == {"GroupNormToOwnGroupNorm": 1}
+    assert use_kernels(model, latent_size).fired == {"GroupNormToOwnGroupNorm": 1}
 
 
 def test_attention_needs_the_number_of_tokens() -> None:
@@ -446,7 +448,7 @@ def test_size_of_the_image_follows_from_the_latents() -> None:
     model = graph(f"{shape} x", f"{shape} y", body, **NORM)
     (x,) = model.graph.inputs
     x.shape = ir.Shape(["B", ir.SymbolicDim("floor(H/4 + 1/2)"), ir.SymbolicDim("floor(W/4 + 1/2)"), 64])
-    assert use_own_kernels(model, 128).fired == {"GroupNormToOwnGroupNorm": 1}
+    assert use_kernels(model, 128).fired == {"GroupNormToOwnGroupNorm": 1}
 
 
 @pytest.mark.parametrize(
@@ -496,7 +498,7 @@ def test_every_operator_is_emitted() -> None:
                 v=VECTOR,
             ),
         )
-        if use_own_kernels(model).fired
+        if use_kernels(model).fired
         for node in model.graph
         if node.domain == SDONNX_DOMAIN
     }
@@ -506,5 +508,17 @@ def test_every_operator_is_emitted() -> None:
         "SplitGeluRows",
         "SumRows",
         "ScaledMatMul",
-    }  # test_own_scaled_products.py
+    }  # test_matmul_8bit_rules.py
     assert emitted == SDONNX_CONTRACTS.keys() - for_8_bits
+
+
+def test_every_operator_has_a_rule_and_a_row_in_the_documentation() -> None:
+    """The page names the files of the contract, the rules and the kernel."""
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "explanation" / "kernels.md").read_text(encoding="utf-8")
+    assert RULES.keys() == SDONNX_CONTRACTS.keys()
+    for op_type, contract in SDONNX_CONTRACTS.items():
+        (row,) = re.findall(rf"^\| `{op_type}` \| `(\w+)\.py` \| `(\w+)\.py` \| `(\w+\.cuh)` \|$", page, re.MULTILINE)
+        assert row[0] == contract.lower.__module__.rpartition(".")[2]
+        assert row[1] in {rule.__module__.rpartition(".")[2] for rule in RULES[op_type]}
+        assert f'"{op_type}"' in (root / "kernels" / "src" / row[2]).read_text(encoding="utf-8")

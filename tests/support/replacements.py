@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sdonnx.fusions.own_kernels import use_own_kernels
+from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.graph.match import MatchFailure
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.operator_table import contract_of
@@ -17,7 +17,7 @@ OWN_SIZES = {"B": 2, "S": 6, "H": 4, "W": 6, "N": 10}
 def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e-3) -> tuple[ir.Model, dict[str, int]]:
     """Replace nodes, and check the properties of every replacement; return the graph and what fired."""
     after = copied(model)
-    outcome = use_own_kernels(after, latent_size)
+    outcome = use_kernels(after, latent_size)
     assert interface(after) == interface(model)
     for node in after.graph:
         if node.domain == SDONNX_DOMAIN:
@@ -26,7 +26,7 @@ def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e
             assert contract.check(node) is None
             assert [output.dtype for output in node.outputs] == [ir.DataType.FLOAT16] * len(node.outputs)
     again = copied(after)
-    assert use_own_kernels(again, latent_size).fired == {}
+    assert use_kernels(again, latent_size).fired == {}
     assert text_of(again) == text_of(after)
     feeds = feeds_for(model, sizes=OWN_SIZES)
     found, expected = run(after, feeds), run(model, feeds)
@@ -42,7 +42,7 @@ def own(model: ir.Model) -> list[str]:
 def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:
     """Return why the nodes of a graph stay, but for products by weights, which are replaced by themselves."""
     before = text_of(model)
-    outcome = use_own_kernels(model, latent_size)
+    outcome = use_kernels(model, latent_size)
     assert outcome.fired.keys() <= {PRODUCTS}
     assert outcome.fired or text_of(model) == before
     return tuple(failure for failure in outcome.failures if failure.rule != PRODUCTS)

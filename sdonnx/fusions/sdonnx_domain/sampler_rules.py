@@ -1,4 +1,4 @@
-"""Replace what a step graph computes around the denoiser by SamplerInput and SamplerStep.
+"""The rules of SamplerInput and SamplerStep: replace what a step graph computes around the denoiser.
 
 `sdonnx.compose.step` writes it with some twenty standard operators, each a launch of a few microseconds.
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.fusions.own_nodes import ancestors
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
-from sdonnx.graph.match import MatchFailure, match_failure, producer_of
+from sdonnx.graph.match import MatchFailure, ancestors, match_failure, producer_of
 from sdonnx.models import abi
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
@@ -94,7 +93,7 @@ def _find(inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value]) -> _S
         raise _DifferentError("the state, the noise and the predictions are not multiplied by a matrix")
     state, noise, predictions = (_read(value, "Reshape") for value in rows.inputs)
     if state is not inputs[abi.STATE] or noise is not inputs[abi.NOISE]:
-        raise _DifferentError("the product is of other values than the state and the noise")
+        raise _DifferentError("the matmul is of other values than the state and the noise")
     row = _columns(_read(kept.inputs[0], "Reshape"), HEADER, matrix_start())
     if _columns(_read(updated.inputs[0], "Reshape"), matrix_start(), _END) is not row:
         raise _DifferentError("the matrix is not in the row of the weights")

@@ -10,7 +10,7 @@ from support.graphs import Array, copied, graph, interface, relative_error, text
 from support.kernel_library import emulated_library, options_with
 from support.steps import feeds, run, step_around
 
-from sdonnx.fusions.own_sampler import SAMPLER_RULES, use_sampler_kernels
+from sdonnx.fusions.sdonnx_domain.sampler_rules import SAMPLER_RULES, use_sampler_kernels
 from sdonnx.graph.edit import insert
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from support.graphs import graph, normal
-from support.own_swaps import own, swapped
+from support.replacements import own, swapped
 
-from sdonnx.fusions.own_kernels import use_own_kernels
-from sdonnx.fusions.stack_projections import order_weights
+from sdonnx.fusions.sdonnx_domain.attention_rules import order_weights
+from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
 
 FIRED = {"MultiHeadAttentionToOwnSelfAttention": 1}
@@ -63,12 +63,12 @@ def test_attributes_stay() -> None:
     ids=["other sequence", "product read twice", "bias", "key counts", "causal", "no product"],
 )
 def test_other_inputs_are_not_joined(body: str, inputs: str) -> None:
-    assert FIRED.keys().isdisjoint(use_own_kernels(block(body, inputs=inputs), 64).fired)
+    assert FIRED.keys().isdisjoint(use_kernels(block(body, inputs=inputs), 64).fired)
 
 
 def test_heads_of_72_stay() -> None:
     """PixArt's queries have a bias, and its kernel wins from a length on."""
-    assert FIRED.keys().isdisjoint(use_own_kernels(block(width=72), 64).fired)
+    assert FIRED.keys().isdisjoint(use_kernels(block(width=72), 64).fired)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_heads_of_72_stay() -> None:
     ],
 )
 def test_refuses(inner: int, width: int, reason: str) -> None:
-    outcome = use_own_kernels(block(inner=inner, width=width), 64)
+    outcome = use_kernels(block(inner=inner, width=width), 64)
     assert any(reason in failure.reason for failure in outcome.failures)
 
 
@@ -93,7 +93,7 @@ def test_weights_are_read_where_they_are(tmp_path: Path) -> None:
     model = block()
     order_weights(model)
     loaded = stored(tmp_path, model)
-    assert use_own_kernels(loaded, 64).fired == FIRED
+    assert use_kernels(loaded, 64).fired == FIRED
     (value,) = loaded.graph.initializers.values()
     tensor = value.const_value
     assert isinstance(tensor, ir.ExternalTensor)
@@ -117,13 +117,13 @@ def scattered() -> ir.Model:
 def test_scattered_weights_are_refused_until_they_are_ordered(tmp_path: Path) -> None:
     """Other weights keep their order."""
     reason = "the weights of queries, keys and values are not behind one another in the file"
-    assert reason in {each.reason for each in use_own_kernels(stored(tmp_path, scattered()), 64).failures}
+    assert reason in {each.reason for each in use_kernels(stored(tmp_path, scattered()), 64).failures}
     model = scattered()
     for _ in range(2):
         order_weights(model)
         assert list(model.graph.initializers) == ["a", "b", "c", "u"]
     loaded = stored(tmp_path, model)
-    assert use_own_kernels(loaded, 64).fired == FIRED
+    assert use_kernels(loaded, 64).fired == FIRED
     assert {node.op_type for node in loaded.graph if node.domain == SDONNX_DOMAIN} == {"StackedMatMul", "SelfAttention"}
 
 

@@ -24,9 +24,9 @@ from support.graphs import (
     used,
 )
 
-from sdonnx.fusions import own_kernels
-from sdonnx.fusions.own_kernels import use_own_kernels
-from sdonnx.fusions.stack_projections import order_weights
+from sdonnx.fusions.sdonnx_domain import use_kernels as kernel_stage
+from sdonnx.fusions.sdonnx_domain.attention_rules import order_weights
+from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
 from sdonnx.operators.kernel_case import SDONNX_DOMAIN
@@ -83,7 +83,7 @@ def quantized(
 def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[str, int]]:
     """Replace nodes, and check what every replacement must keep."""
     after = copied(model)
-    outcome = use_own_kernels(after, 64)
+    outcome = use_kernels(after, 64)
     assert interface(after) == interface(model)
     for node in after.graph:
         if node.domain == SDONNX_DOMAIN:
@@ -91,7 +91,7 @@ def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[st
             assert contract is not None
             assert contract.check(node) is None
     again = copied(after)
-    use_own_kernels(again, 64)
+    use_kernels(again, 64)
     assert text_of(again) == text_of(after)
     feeds = feeds_for(model)
     assert relative_error(run(after, feeds)["y"], run(model, feeds)["y"]) < tolerance
@@ -169,7 +169,7 @@ def test_projections_are_read_where_they_are_in_the_file(tmp_path: Path) -> None
     parts = [
         value.const_value for value in after.graph.initializers.values() if value.dtype == ir.DataType.FLOAT8E4M3FN
     ]
-    use_own_kernels(after, 64)
+    use_kernels(after, 64)
     stored = assert_one_product(after).const_value
     assert isinstance(stored, ir.ExternalTensor)
     assert stored.tobytes() == b"".join(part.tobytes() for part in parts if part is not None and part.size > 1)
@@ -182,7 +182,7 @@ def test_projections_in_another_order_stay_apart(tmp_path: Path) -> None:
         initializers.pop(name)
         initializers[name] = value
     ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
-    outcome = use_own_kernels(loaded := ir.load(tmp_path / "model.onnx"), 64)
+    outcome = use_kernels(loaded := ir.load(tmp_path / "model.onnx"), 64)
     assert "the weights of queries, keys and values are not behind one another in the file" in {
         each.reason for each in outcome.failures
     }
@@ -294,8 +294,8 @@ def test_scales_of_gated_products_are_multiplied_together(monkeypatch: pytest.Mo
     model = quantized(body, "fp8_e4m3_e4m3_dynamic", "float16[B,S,128] x, float16[384] t", known, SQUARES)
     after, fired = swapped(model, 2e-2)
     assert fired["stack_scales"] == 1
-    monkeypatch.setattr(own_kernels, "stack_scales", lambda model: 0)
-    use_own_kernels(apart := copied(model), 64)
+    monkeypatch.setattr(kernel_stage, "stack_scales", lambda model: 0)
+    use_kernels(apart := copied(model), 64)
     feeds = feeds_for(model)
     assert run(apart, feeds)["y"].tobytes() == run(after, feeds)["y"].tobytes()
     # The split of the gates, and the split of the scales.
@@ -326,7 +326,7 @@ def test_weights_are_the_bytes_of_the_file(tmp_path: Any) -> None:
     ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data", size_threshold_bytes=1024)
     loaded = ir.load(tmp_path / "model.onnx")
     (stored,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.FLOAT8E4M3FN)
-    use_own_kernels(loaded, 64)
+    use_kernels(loaded, 64)
     (bits,) = (value for value in loaded.graph.initializers.values() if value.dtype == ir.DataType.UINT8)
     first, second = stored.const_value, bits.const_value
     assert isinstance(first, ir.ExternalTensor)
