@@ -75,10 +75,12 @@ ALLOWED: Mapping[str, set[str]] = {
         "ip_adapter_scale",
     },
     "cli/export.py": {"--ip_adapter", "IP-Adapters", "ip_adapter", "ip_adapters"},
-    "cli/generate.py": {
+    "cli/generate.py": {"ip_adapter_image", "ip_adapter_scale"},
+    "cli/conditioning_options.py": {
         "--ip_adapter_image",
         "--ip_adapter_scale",
         "IP-Adapter",
+        "IP-Adapters",
         "ip_adapter_image",
         "ip_adapter_scale",
     },

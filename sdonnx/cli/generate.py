@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import sdonnx
-from sdonnx.cli.control_options import add_control_arguments, control_arguments, control_parameters
+from sdonnx.cli.conditioning_options import ConditioningImages, add_conditioning_arguments
 from sdonnx.cli.image_parameters import webui_text
 from sdonnx.cli.lora_options import (
     LoraFile,
@@ -82,10 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image", type=Path, default=None, help="initial image")
     add("--mask_image", type=Path, default=None, help="mask for --image: white pixels are generated anew")
     add("--strength", type=float, default=None, help="how much of the initial image to replace by noise, 0 to 1")
-    add("--ip_adapter_image", nargs="+", type=Path, default=[], help="one image prompt per IP-Adapter of the folder")
-    scales = "weight of all image prompts, or of each (default: 1)"
-    add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
-    add_control_arguments(parser)
+    add_conditioning_arguments(parser)
     add_lora_arguments(parser)
     add_lora_tags(parser)
     add("--clip_skip", type=int, default=None, help="number of last layers of the text encoder to skip")
@@ -117,8 +114,7 @@ def run(options: argparse.Namespace) -> int:
     if options.quality is not None and destination.format == "PNG":
         raise OptionError("--quality for PNG, which loses nothing", "a .jpg or .webp file", "leave out --quality")
     image, mask_image = read_image(options.image), read_image(options.mask_image)
-    prompts = [read_image(path) for path in options.ip_adapter_image]
-    controls = control_arguments(options)
+    conditioning = ConditioningImages.read(options)
     texts, tagged = read_lora_tags(options.prompt, options.lora_folder)
     adapters = [*read_lora_files(options.lora), *tagged]
     from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -145,7 +141,6 @@ def run(options: argparse.Namespace) -> int:
         options.guidance_scale = pipeline.default_guidance_scale
     if options.steps is None:
         options.steps = custom_steps(options, str(pipeline.scheduler)) or pipeline.default_steps
-    weights = options.ip_adapter_scale
     # Each image has a seed of its own, and an image to start from, so that it can be repeated without the others.
     count = len(texts) * options.num_images
     first = fresh_seed() if options.seed is None else options.seed
@@ -163,14 +158,12 @@ def run(options: argparse.Namespace) -> int:
             strength=options.strength,
             clip_skip=options.clip_skip,
             prompt_weighting=options.prompt_weighting,
-            ip_adapter_image=prompts or None,
-            ip_adapter_scale=weights[0] if len(weights) == 1 else weights or None,
             image=None if image is None else [image] * count,
             mask_image=None if mask_image is None else [mask_image] * count,
             **schedule_arguments(options),
-            **controls,
+            **conditioning.arguments,
         )
-    _write(options, pipeline, output, seeds, destination, adapters)
+    _write(options, pipeline, output, seeds, destination, adapters, conditioning)
     return 0
 
 
@@ -181,6 +174,7 @@ def _write(
     seeds: Sequence[int],
     destination: Destination,
     adapters: Sequence[LoraFile],
+    conditioning: ConditioningImages,
 ) -> None:
     out = console(stderr=options.output == STDOUT)
     for index, picture in enumerate(output.images):
@@ -199,9 +193,7 @@ def _write(
             "prompt_weighting": options.prompt_weighting,
             "image": _name(options.image),
             "mask_image": _name(options.mask_image),
-            "ip_adapter_image": [path.name for path in options.ip_adapter_image],
-            "ip_adapter_scale": options.ip_adapter_scale,
-            **control_parameters(options),
+            **conditioning.parameters,
             **({"lora": [str(file) for file in adapters]} if adapters else {}),
             "height": picture.height,
             "width": picture.width,
