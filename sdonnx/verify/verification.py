@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sdonnx
-from sdonnx.benchmark.engine import reported_precision
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.folder.certificate import FORMAT, certified_files
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.reference.optimized_pipeline import reported_precision
 from sdonnx.verify.judgement import AccuracyFinding, ComponentFinding, ImageFinding, Judgement, Thresholds
 
 if TYPE_CHECKING:

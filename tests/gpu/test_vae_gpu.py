@@ -127,7 +127,7 @@ def test_tiles_replay_captured_graphs(build: Build) -> None:
 LARGE = """
 import sys, threading, time
 import numpy as np, pynvml
-from sdonnx.benchmark.memory import open_gpu
+from sdonnx.environment_record import open_gpu
 from sdonnx.models import abi
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -175,7 +175,7 @@ OFFLOAD = """
 import sys, threading, time
 import pynvml
 from sdonnx import OrtDiffusionPipeline
-from sdonnx.benchmark.memory import open_gpu
+from sdonnx.environment_record import open_gpu
 handle = open_gpu()
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
 before, peak, done = used(), 0, threading.Event()
