@@ -317,7 +317,7 @@ _CHILDREN: dict[str, Callable[..., Record]] = {"fuse": _fuse, "export": _export}
 
 def _context(limit_s: float) -> Record:
     """Return the environment of the measurement, without names and folders of this machine."""
-    from sdonnx.benchmark.record import environment
+    from sdonnx.environment_record import environment
 
     own = environment()
     versions = {"python": platform.python_version(), OWN: own["packages"][OWN]}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from sdonnx.benchmark.report.html_tables import decimals_for, number
+from sdonnx.html.tables import decimals_for, number
 
 __all__ = ["WIDTH", "Bar", "BarRow", "Drawing", "Part", "Path", "Series", "Text", "bar_chart", "line_chart"]
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from sdonnx.benchmark.files import append_json, check_writable
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.terminal import console, guarded
 

@@ -25,7 +25,7 @@ import onnx.parser
 
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import trace_kernels
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.errors import SdonnxError
 from sdonnx.runtime.device.device import Device, device_for
 from sdonnx.runtime.device.session import Graph, SessionSettings

@@ -42,7 +42,7 @@ from server_load import CLIENTS, Answers, load_of, started_server
 from server_replicas import measure_replicas
 
 from sdonnx.benchmark.files import append_json, check_writable
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.errors import OptionError
 from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.terminal import console, guarded

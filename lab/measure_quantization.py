@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS, PipelineFolder
 from sdonnx.folder.prompt_file import PROMPTS, read_prompts
 from sdonnx.metrics import psnr, relative_error

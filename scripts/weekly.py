@@ -30,7 +30,7 @@ from typing import Any
 from mutate import MUTATIONS
 
 from sdonnx.benchmark.files import json_line
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 
 __all__ = ["RECORD", "Step", "main", "read_record", "steps"]
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sdonnx.benchmark.read_records import read_comparison
-from sdonnx.benchmark.report import write_report
+from sdonnx.benchmark.record import read_comparison
+from sdonnx.benchmark.report.report_page import write_report
 
 _WIDTH, _HEIGHT = 1120, 990  # pixels of the picture
 

@@ -7,6 +7,7 @@ repository that the project was installed from.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import shlex
 import sys
@@ -17,7 +18,15 @@ from urllib.parse import unquote, urlsplit
 from sdonnx._version import __version__
 from sdonnx.errors import PackageError
 
-__all__ = ["EXTRAS", "cpu_or_cuda", "install_command", "kernels_command", "requiring"]
+__all__ = [
+    "EXTRAS",
+    "cpu_or_cuda",
+    "install_command",
+    "installed_version",
+    "is_importable",
+    "kernels_command",
+    "requiring",
+]
 
 EXTRAS = {
     "benchmark": ("export", "benchmark"),
@@ -74,6 +83,24 @@ def kernels_command() -> str:
         # A wheel for others names no folder of the machine that built it, see setup.py.
         return f"pip install the wheel of sdonnx-kernels {__version__}"
     return install_command("cuda")
+
+
+def is_importable(module: str) -> bool:
+    """Return whether a module can be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a package by its name for pip, or None if it is not installed."""
+    from importlib import metadata  # takes 0.03 s
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _source_tree() -> Path | None:

@@ -8,7 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Proportion", "output_error", "pattern_error", "psnr", "relative_error", "structural_similarity"]
+__all__ = [
+    "MIN_PSNR_DB",
+    "Proportion",
+    "is_empty",
+    "output_error",
+    "pattern_error",
+    "psnr",
+    "relative_error",
+    "structural_similarity",
+]
+
+MIN_PSNR_DB = 30.0
+"""Images of the same weights, noise and sampler are above 45 dB in fp16 (docs/results). With other weights, another
+sampler or other noise they are below 20 dB."""
 
 _WINDOW = 7  # of the structural similarity (Wang et al. 2004, with a uniform window as in scikit-image)
 
@@ -106,6 +119,11 @@ def psnr(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:
     if not np.isfinite(error):
         return float("-inf")
     return float("inf") if error == 0 else float(10 * np.log10(1 / error))
+
+
+def is_empty(images: npt.NDArray[np.uint8]) -> bool:
+    """Return whether one of the images (B,H,W,3) has a single colour, such as a black image or one made of NaN."""
+    return bool((np.ptp(images.reshape(len(images), -1, 3), axis=1).max(axis=1) == 0).any())
 
 
 def structural_similarity(image: npt.NDArray[Any], reference: npt.NDArray[Any]) -> float:

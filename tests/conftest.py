@@ -46,6 +46,7 @@ _SLOW = (
     "benchmark/test_benchmark_command",
     "benchmark/test_one_command",
     "benchmark/test_report",
+    "html/test_report_browser",
     "cli/",
     "compiler/",
     "export/test_decomposition",

@@ -29,9 +29,8 @@ ALLOWED: Mapping[str, set[str]] = {
     "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "compiler/compiled_unet.py": {"load_ip_adapter"},
     "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
-    "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
-    "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
-    "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
+    "reference/diffusers_pipeline.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
+    "reference/optimized_pipeline.py": {"--ip_adapter", "ip_adapter_scale"},
     # Classes of diffusers that `compile` accepts, and the component that describes the graph.
     "compiler/supported_modules.py": {"PixArtTransformer2DModel"},
     "compiler/compiled_text_encoders.py": {"PIXART", "pixart"},
@@ -48,12 +47,11 @@ ALLOWED: Mapping[str, set[str]] = {
     "benchmark/extra_results.py": {"ip_adapter_scale"},
     "benchmark/measure.py": {"ip_adapter_scale"},
     "benchmark/record.py": {"ip_adapter_scale"},
-    "benchmark/workload.py": {"ip_adapter_image", "ip_adapter_scale"},
+    "reference/workload.py": {"ip_adapter_image", "ip_adapter_scale"},
     "verify/verification.py": {"ip_adapter_scale", "ip_adapters"},
     "verify/verifier.py": {"ip_adapter_scale", "ip_adapters"},
     # Flags, their help, and the values that are passed on.
-    "benchmark/engine.py": {"--ip_adapter"},
-    "cli/benchmark.py": {"--ip_adapter", "ip_adapter", "ip_adapter_image", "ip_adapter_scale"},
+    "cli/benchmark.py": {"ip_adapter", "ip_adapter_image", "ip_adapter_scale"},
     "cli/benchmark_options.py": {
         "--ip_adapter",
         "--ip_adapter_image",
@@ -66,13 +64,6 @@ ALLOWED: Mapping[str, set[str]] = {
     },
     "cli/export.py": {"--ip_adapter", "IP-Adapters", "ip_adapter", "ip_adapters"},
     "cli/generate.py": {"ip_adapter_image", "ip_adapter_scale"},
-    "cli/generate_options.py": {
-        "--ip_adapter_image",
-        "--ip_adapter_scale",
-        "IP-Adapter",
-        "ip_adapter_image",
-        "ip_adapter_scale",
-    },
     "cli/verify.py": {
         "--ip_adapter",
         "--ip_adapter_scale",

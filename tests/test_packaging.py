@@ -29,7 +29,7 @@ PACKAGE = ROOT / "sdonnx"
 # Nothing that draws images needs these, nor anything that only looks at a folder.
 CONVERTERS = {"torch", "diffusers", "transformers", "accelerate", "onnx", "onnx_ir", "onnxscript"}
 TORCH_SIDE = {"torch", "diffusers", "transformers", "accelerate"}
-MAY_IMPORT_TORCH = {"compiler", "export", "sample", "benchmark", "verify", "cli"}
+MAY_IMPORT_TORCH = {"compiler", "export", "sample", "reference", "benchmark", "verify", "cli"}
 RUNTIME = {"runtime", "samplers", "lora", "doctor"}
 # The extras that a module's imports may need beyond the runtime's.
 EXTRAS = {
@@ -48,7 +48,7 @@ EXTRAS = {
     },
     "runtime": {"captions"},
     **{unit: {"export"} for unit in ("compiler", "export", "sample")},
-    **{unit: {"export", "benchmark"} for unit in ("benchmark", "verify")},
+    **{unit: {"export", "benchmark"} for unit in ("reference", "html", "environment_record", "benchmark", "verify")},
     "serve": {"serve", "ray"},
     "cli": {"export", "benchmark", "completion"},
 }
@@ -59,16 +59,16 @@ OPTIONAL_LIBRARIES = {"bs4", "ftfy"}  # captions are cleaned where these are
 LEVELS = (
     {"errors", "_version"},
     {"metrics", "samplers", "folder", "installation"},
-    {"models", "lora"},
+    {"models", "lora", "environment_record"},
     {"graph", "sample"},
     {"operators"},
     {"doctor"},
     {"fusions", "compose"},
     {"precision", "quantization"},
     {"optimize", "export", "runtime"},
-    {"compiler", "precision_search", "terminal"},
-    {"benchmark", "serve"},
-    {"verify"},
+    {"compiler", "precision_search", "terminal", "reference"},
+    {"html"},
+    {"benchmark", "serve", "verify"},  # in particular, verify imports nothing of the benchmark
     {"__main__", "cli", "optimize_pipeline"},
 )
 # Modules of these names are command lines wherever they lie.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.engine import is_importable
-from sdonnx.benchmark.results import MIN_PSNR_DB, Agreement
-from sdonnx.metrics import psnr
+from sdonnx.benchmark.results import Agreement
+from sdonnx.installation import is_importable
+from sdonnx.metrics import MIN_PSNR_DB, is_empty, psnr
 
-__all__ = ["compare_images", "find_fault", "is_empty"]
+__all__ = ["compare_images", "find_fault"]
 
 Images = npt.NDArray[np.uint8]
 
@@ -39,11 +39,6 @@ def compare_images(images: Images, reference: Images) -> Agreement:
         float(np.mean(images != reference)),
         _lpips(images, reference),
     )
-
-
-def is_empty(images: Images) -> bool:
-    """Return whether an image has a single colour, such as a black image or one made of NaN."""
-    return bool((np.ptp(images.reshape(len(images), -1, 3), axis=1).max(axis=1) == 0).any())
 
 
 def find_fault(images: Images, agreement: Agreement | None) -> str | None:

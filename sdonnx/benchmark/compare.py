@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,17 +16,18 @@ import numpy.typing as npt
 from PIL import Image
 
 from sdonnx.benchmark.agreement import compare_images, find_fault
-from sdonnx.benchmark.engine import EngineOptions, FolderKind
-from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
-from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput
+from sdonnx.benchmark.engine import EngineOptions
+from sdonnx.benchmark.engines import find_engine
+from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput, fit_line
 from sdonnx.benchmark.processes import WorkerError, run_worker
-from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Round, Stages
+from sdonnx.benchmark.record import read_round
+from sdonnx.benchmark.results import Comparison, Result, Stages
 from sdonnx.benchmark.rivals import Rival
 from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.benchmark.stages import median_stages
-from sdonnx.benchmark.start_caches import StartCaches
-from sdonnx.benchmark.statistics import fit_line
-from sdonnx.benchmark.workload import Workload
+from sdonnx.folder.folder_version import FolderKind
+from sdonnx.reference import REFERENCE
+from sdonnx.reference.workload import Workload
 
 __all__ = ["ComparisonRun", "ComparisonSetup", "Measurement"]
 
@@ -52,7 +54,6 @@ class ComparisonSetup:
         batch_count: timed runs of each prompt in each round.
         warm_ups: number of warm-up runs.
         rounds: processes of each engine for each workload.
-        io_binding: bind device buffers in onnxruntime-plain.
         safety_checker: run the folders' safety checkers.
         pythons: interpreters by engine, for engines in another environment.
         timeout_s: time limit of a process; None for no limit.
@@ -70,7 +71,6 @@ class ComparisonSetup:
     batch_count: int = 5
     warm_ups: int = 3
     rounds: int = 1
-    io_binding: bool = False
     safety_checker: bool = False
     pythons: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
@@ -82,12 +82,11 @@ class ComparisonSetup:
     def options(self, rival: Rival) -> EngineOptions:
         """Return the options of an engine."""
         return EngineOptions(
-            self.folders[ENGINES[rival.engine].reads],
+            self.folders[find_engine(rival.engine).reads],
             self.provider,
             rival.compile_mode,
             rival.regional,
             rival.xformers,
-            self.io_binding,
             self.safety_checker,
             self.adapters,
             rival.compiler_config,
@@ -108,7 +107,7 @@ class ComparisonRun:
         unusable: engines that cannot run, with the reason; they get a row for each workload.
     """
 
-    _caches: StartCaches
+    _root: Path
 
     def __init__(
         self,
@@ -132,13 +131,13 @@ class ComparisonRun:
             KeyboardInterrupt: the user interrupted the comparison.
         """
         with TemporaryDirectory() as folder:
-            self._caches = StartCaches(Path(folder))
+            self._root = Path(folder)
             for path in self._setup.folders.values():
                 _read_all(path)
             for index, workload in enumerate(self._setup.workloads):
-                self._compare(workload, Path(folder))
+                self._compare(workload)
                 if index:
-                    self._caches.delete(workload)
+                    shutil.rmtree(self._root / f"caches-{index}", ignore_errors=True)
             # Extra measurements use only the first workload.
             first = self._setup.workloads[0]
             for task in ("throughput", "resolutions", "kernels"):
@@ -146,20 +145,18 @@ class ComparisonRun:
                     if rival not in self.unusable:
                         self._measure_extra(task, rival, first)
 
-    def _compare(self, workload: Workload, folder: Path) -> None:
+    def _compare(self, workload: Workload) -> None:
         rivals = self._setup.rivals
         results = {rival: Result(rival.title, workload, failure=self.unusable.get(rival)) for rival in rivals}
         stages: dict[Rival, list[Stages]] = {rival: [] for rival in rivals}
         try:
-            reference, flops, unchecked = self._reference(workload, folder)
+            reference, flops, unchecked = self._reference(workload)
             for result in results.values():
                 result.flops, result.unchecked = flops, unchecked
             for number in range(self._setup.rounds):
                 order = [rival for rival in self._order(workload, number) if results[rival].failure is None]
                 for position, rival in enumerate(order):
-                    self._round(
-                        rival, results[rival], number, position, folder / "images.npy", reference, stages[rival]
-                    )
+                    self._round(rival, results[rival], number, position, reference, stages[rival])
                 if number == 0 and self._setup.rounds == 1:
                     self._measure_cached_starts(order, results)
         finally:
@@ -177,16 +174,16 @@ class ComparisonRun:
         random.Random(f"{workload.seed} {number // 2}").shuffle(order)
         return order if number % 2 == 0 else order[::-1]
 
-    def _reference(self, workload: Workload, folder: Path) -> tuple[Images | None, float | None, str | None]:
+    def _reference(self, workload: Workload) -> tuple[Images | None, float | None, str | None]:
         """Return the reference images, the operations of a denoiser call, and the reason if they are missing."""
         source = self._setup.folders.get(FolderKind.DIFFUSERS)
         if source is None:
             self._on_progress("no diffusers folder was given: images are not compared", "")
             return None, None, None
-        path = folder / "reference.npy"
+        path = self._root / "reference.npy"
         setup = self._setup
         options = EngineOptions(source, setup.provider, safety_checker=setup.safety_checker, adapters=setup.adapters)
-        job = self._job("reference", ReferenceEngine.name, options, workload) | {"images": str(path)}
+        job = self._job("reference", "", options, workload) | {"images": str(path)}
         try:
             values = self._work(REFERENCE, job, None)
         except WorkerError as failure:
@@ -203,11 +200,10 @@ class ComparisonRun:
         result: Result,
         number: int,
         position: int,
-        path: Path,
         reference: Images | None,
         stages: list[Stages],
     ) -> None:
-        workload = result.workload
+        workload, path = result.workload, self._root / "images.npy"
         job = self._job("round", rival.engine, self._setup.options(rival), workload)
         job |= {"images": str(path), "warm_ups": self._setup.warm_ups}
         title = f"{shown_name(rival.title)}, round {number + 1} of {self._setup.rounds}"
@@ -218,7 +214,7 @@ class ComparisonRun:
             return
         result.engine = values["engine"]
         cached = rival.compiles and number > 0
-        result.rounds.append(replace(Round(**_tuples(values["round"])), position=position, cached=cached))
+        result.rounds.append(replace(read_round(values["round"]), position=position, cached=cached))
         if "stages" in values:
             stages.append(Stages(**values["stages"]))
             result.stages = median_stages(stages)
@@ -238,9 +234,7 @@ class ComparisonRun:
                 job = self._job("start", rival.engine, self._setup.options(rival), result.workload)
                 title = f"{shown_name(rival.title)}, start with a filled cache"
                 try:
-                    start = self._work(title, job, rival)["start"]
-                    result.cached_start_s = float(start["first_image_s"])
-                    result.cached_pipeline_load_s = start["pipeline_load_s"]
+                    result.cached_start_s, result.cached_pipeline_load_s = self._work(title, job, rival)["start"]
                 except WorkerError as failure:
                     self._on_progress(f"{title}: {failure}", "")  # the timed runs remain valid
 
@@ -288,15 +282,18 @@ class ComparisonRun:
             job: the job.
             rival: the engine; None for the reference, which has no time limit.
         """
-        python = self._setup.pythons.get(rival.engine) if rival is not None else None
-        scratch = self._caches.folder(rival, Workload(**job["workload"]))
+        setup = self._setup
+        python = None if rival is None else setup.pythons.get(find_engine(rival.engine).name)
+        workload = setup.workloads.index(Workload(**job["workload"]))
+        engine = "reference" if rival is None else str(setup.rivals.index(rival))
         self._on_progress(title, "started")
         return run_worker(
             job,
             lambda text: self._on_progress(title, text),
             python=python,
-            timeout_s=None if rival is None else self._setup.timeout_s,
-            scratch=scratch,
+            timeout_s=None if rival is None else setup.timeout_s,
+            # Empty for the first process of an engine and a workload.
+            scratch=self._root / f"caches-{workload}" / engine,
         )
 
 
@@ -306,7 +303,3 @@ def _read_all(folder: Path) -> None:
         with path.open("rb") as file:
             while file.read(_BLOCK_BYTES):
                 pass
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -7,35 +7,25 @@ contains the libraries of another engine.
 from __future__ import annotations
 
 import abc
-import importlib.metadata
-import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.workload import Workload
-from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.folder_version import FolderKind, folder_kind
-from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
+from sdonnx.errors import FolderError
+from sdonnx.folder.folder_version import FolderKind
+from sdonnx.installation import installed_version
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.reference.diffusers_pipeline import open_folder, require_packages
+from sdonnx.reference.optimized_pipeline import check_adapters
+from sdonnx.reference.workload import Workload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "PROVIDERS",
-    "Engine",
-    "EngineOptions",
-    "FolderKind",
-    "folder_kind",
-    "installed_version",
-    "is_importable",
-    "quantized_types",
-    "reported_precision",
-]
+__all__ = ["PROVIDERS", "Engine", "EngineOptions"]
 
 PROVIDERS = ("cuda", "cpu")
 
@@ -46,11 +36,10 @@ class EngineOptions:
 
     Attributes:
         folder: the pipeline folder, of the kind that the engine reads.
-        provider: "cuda" or "cpu"; None for the engine's default.
+        provider: "cuda" or "cpu".
         compile_mode: mode of torch.compile; None to compile nothing.
         regional: compile the denoiser's repeated blocks instead of the whole denoiser.
         xformers: use xformers' attention in torch.
-        io_binding: bind device buffers (onnxruntime-plain only; the other engines always or never do).
         safety_checker: run the folder's safety checker.
         adapters: files of image-prompt adapters; folders of graphs must be exported with them.
         compiler_config: options of the compiler: the `options` of `sdonnx.compile_pipe`, or a JSON object with
@@ -58,11 +47,10 @@ class EngineOptions:
     """
 
     folder: Path
-    provider: str | None = None
+    provider: str
     compile_mode: str | None = None
     regional: bool = False
     xformers: bool = False
-    io_binding: bool = False
     safety_checker: bool = False
     adapters: tuple[str, ...] = ()
     compiler_config: str | None = None
@@ -78,8 +66,8 @@ class Engine(abc.ABC):
         distributions: the packages that it uses, by their names for pip; alternatives are in one tuple. The first
             installed package of the first tuple determines the engine's version.
         modules: the modules that it imports.
-        compile_modes: the valid values of `EngineOptions.compile_mode`.
-        supports_adapters: whether it supports image-prompt adapters.
+        installation: returns how to install them.
+        io_binding: whether it binds device buffers because it was asked to; recorded only.
         pipeline_load_s: time in which `load` imported diffusers and loaded its pipeline onto the device, without
             compilation; None before `load`, and for engines of graphs.
 
@@ -92,66 +80,31 @@ class Engine(abc.ABC):
     remedy: ClassVar[str]
     distributions: ClassVar[tuple[tuple[str, ...], ...]]
     modules: ClassVar[tuple[str, ...]]
-    compile_modes: ClassVar[tuple[str, ...]] = ()
-    supports_adapters: ClassVar[bool] = False
+    installation: ClassVar[Callable[[], str]]
+    io_binding: ClassVar[bool] = False
 
     def __init__(self, options: EngineOptions) -> None:
         """Check the options and the folder."""
         self.require_packages(xformers=options.xformers)
-        if options.compile_mode not in (None, *self.compile_modes):
-            raise OptionError(
-                f"the compile mode {options.compile_mode!r} for the engine {self.name}",
-                f"one of {', '.join(self.compile_modes)}" if self.compile_modes else "the engine torch",
-                "pass one of these" if self.compile_modes else "omit --enable_torch_compile",
-            )
-        if options.adapters and not self.supports_adapters:
-            raise OptionError(
-                f"--ip_adapter for the engine {self.name}", "an engine that supports adapters", "omit the engine"
-            )
         self.options = options
+        self.device = options.provider
         self.pipeline_load_s: float | None = None
-        self.folder = PipelineFolder.open(options.folder)
+        self.folder = open_folder(options.folder, self.reads, f"the engine {self.name}", self.remedy)
         self.family = family_of(self.folder)
         self.denoiser = self.family.with_role(Role.DENOISER)
-        self.check_folder()
-        self.device = options.provider or self.default_provider()
-
-    @classmethod
-    @abc.abstractmethod
-    def installation(cls) -> str:
-        """Return how to install the packages of the engine."""
-
-    @classmethod
-    def require_packages(cls, *, xformers: bool = False) -> None:
-        """Raise OptionError if a package is missing."""
-        missing = [module for module in cls.modules if not is_importable(module)]
-        if missing:
-            raise OptionError(
-                f"the engine {cls.name} without {', '.join(missing)}",
-                "these packages in the environment",
-                cls.installation(),
-            )
-
-    def check_folder(self) -> None:
-        """Raise FolderError unless the folder is of the kind that the engine reads."""
-        kind = folder_kind(self.folder.path)
-        if kind is not self.reads:
-            raise FolderError(f"{self.folder.path} is {kind}", f"{self.reads} for the engine {self.name}", self.remedy)
-        if self.options.safety_checker and not self.folder.index.get("safety_checker", [None])[0]:
+        if options.safety_checker and not self.folder.index.get("safety_checker", [None])[0]:
             raise FolderError(
                 f"{self.folder.path} has no safety checker",
                 "a safety checker, because of --enable_safety_checker",
                 "omit the option",
             )
-        own = self.family.adapters
-        held = () if own is None else tuple(adapter.name for adapter in own.adapters)
-        named = tuple(Path(path).stem for path in self.options.adapters)
-        if self.reads is not FolderKind.DIFFUSERS and held != named:
-            raise FolderError(
-                f"{self.folder.path} was exported with {', '.join(held) or 'no adapter'}",
-                f"{', '.join(named) or 'none'}, the value of --ip_adapter",
-                "name the adapters of the folder, or pass another folder",
-            )
+        if self.reads is not FolderKind.DIFFUSERS:
+            check_adapters(self.folder, self.family, options.adapters)
+
+    @classmethod
+    def require_packages(cls, *, xformers: bool = False) -> None:
+        """Raise OptionError if a package is missing."""
+        require_packages(cls.modules, f"the engine {cls.name}", cls.installation())
 
     @property
     def version(self) -> str:
@@ -171,9 +124,10 @@ class Engine(abc.ABC):
     def precision(self) -> str:
         """The data type of the denoiser's computation."""
 
+    @property
     @abc.abstractmethod
-    def default_provider(self) -> str:
-        """Return the default provider."""
+    def scheduler(self) -> str:
+        """The sampler's class name in diffusers."""
 
     @abc.abstractmethod
     def load(self, workload: Workload) -> None:
@@ -191,58 +145,9 @@ class Engine(abc.ABC):
     def stages(self, prompt: str, workload: Workload) -> Stages:
         """Generate images with a warm engine and return the durations of the stages."""
 
-    @property
-    @abc.abstractmethod
-    def scheduler(self) -> str:
-        """The sampler's class name in diffusers."""
-
-    def unload(self) -> None:  # noqa: B027  not needed if the process ends
-        """Release the memory that `load` allocated, for processes that load several engines."""
-
     def after_warm_up(self) -> None:  # noqa: B027  most engines ignore it
         """Called after the warm-up runs."""
 
     def allocator_bytes(self) -> int | None:
         """Return the peak memory of the library's allocator, or None if it is unknown."""
-        return None
-
-    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
-        """Generate images under a profiler and return device time in ms by kind, number of launches, and the profiler.
-
-        Raises:
-            SdonnxError: no profiler is available.
-        """
-        from sdonnx.benchmark.operator_times import profile_with_torch
-
-        return profile_with_torch(lambda: self.generate(prompt, workload), self.device)
-
-
-def reported_precision(folder: PipelineFolder) -> str:
-    """Return the data type of an optimized folder, and of its quantized components: `float16, unet in int8_dynamic`."""
-    parts = [str(read_json(folder.path / REPORT).get("precision"))]
-    parts += [f"{name} in {' and '.join(types)}" for name, types in quantized_types(folder).items()]
-    return ", ".join(parts)
-
-
-def quantized_types(folder: PipelineFolder) -> dict[str, list[str]]:
-    """Return the quantization types of the quantized components of an optimized folder, by component."""
-    components = read_json(folder.path / REPORT).get("components")
-    entries = components.items() if isinstance(components, Mapping) else ()
-    found = {name: entry.get("quantized") for name, entry in entries if isinstance(entry, Mapping)}
-    return {name: list(types) for name, types in found.items() if isinstance(types, Mapping) and types}
-
-
-def is_importable(module: str) -> bool:
-    """Return whether a module can be imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-
-
-def installed_version(distribution: str) -> str | None:
-    """Return the version of a package by its name for pip, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
         return None

@@ -18,8 +18,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from sdonnx.benchmark.engine import Engine, EngineOptions, installed_version
-from sdonnx.benchmark.engines import ENGINES, ReferenceEngine
+from sdonnx.benchmark.denoiser_flops import generate_and_count_flops, matrix_rates
+from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.engines import find_engine
 from sdonnx.benchmark.measure import (
     measure_kernels,
     measure_resolutions,
@@ -27,8 +28,10 @@ from sdonnx.benchmark.measure import (
     measure_start,
     measure_throughput,
 )
-from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import SdonnxError
+from sdonnx.installation import installed_version
+from sdonnx.reference.diffusers_pipeline import DiffusersPipeline
+from sdonnx.reference.workload import Workload
 from sdonnx.terminal import INTERRUPTED
 
 __all__ = ["main", "perform"]
@@ -40,7 +43,7 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     """Run a job.
 
     Args:
-        job: `task`; `engine`, a key of ENGINES or "reference"; `options` of the engine; `workload`; `prompts`;
+        job: `task`; `engine`, for `find_engine`; `options` of the engine; `workload`; `prompts`;
             `batch_count`; `warm_ups`; `images`, the file that the images of all prompts are written to (npy); and
             `sizes`, for the task "resolutions".
         emit: callback `(event, value)`.
@@ -51,22 +54,15 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     options = EngineOptions(**(job["options"] | {"folder": Path(job["options"]["folder"])}))
     workload = Workload(**job["workload"])
     prompts, count = job["prompts"], job["batch_count"]
-    known: dict[str, type[Engine]] = {**ENGINES, ReferenceEngine.name: ReferenceEngine}
-    engine = known[job["engine"]](options)
+    if job["task"] == "reference":
+        _generate_reference(options, workload, job, emit)
+        return
+    engine = find_engine(job["engine"])(options)
 
     def on_progress(text: str) -> None:
         emit("progress", text)
 
-    if job["task"] == "reference":
-        assert isinstance(engine, ReferenceEngine)
-        engine.load(workload)
-        images, flops = engine.generate_and_count_flops(prompts[0], workload)
-        for prompt in prompts[1:]:
-            images += engine.generate(prompt, workload)
-        _write(images, job["images"])
-        emit("flops", flops)
-        emit("matrix_rates", engine.matrix_rates())
-    elif job["task"] == "round":
+    if job["task"] == "round":
         measured, images, fault = measure_round(
             engine, workload, prompts, count, warm_ups=job["warm_ups"], on_progress=on_progress
         )
@@ -78,7 +74,7 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
         except Exception as error:  # the timed runs remain valid
             emit("unstaged", _reason(error))
     elif job["task"] == "start":
-        emit("start", dataclasses.asdict(measure_start(engine, workload)))
+        emit("start", measure_start(engine, workload))
     elif job["task"] == "throughput":
         emit("points", measure_throughput(engine, workload, prompts[0], count, on_progress))
     elif job["task"] == "resolutions":
@@ -89,30 +85,42 @@ def perform(job: dict[str, Any], emit: Emit) -> None:
     emit("engine", _described(engine))
 
 
+def _generate_reference(options: EngineOptions, workload: Workload, job: dict[str, Any], emit: Emit) -> None:
+    """Generate the reference images, and count the operations of a denoiser call."""
+    source = DiffusersPipeline(
+        options.folder, options.provider, adapters=options.adapters, safety_checker=options.safety_checker
+    )
+    source.load(workload)
+    first, *others = job["prompts"]
+    images, flops = generate_and_count_flops(source, first, workload)
+    for prompt in others:
+        images += source.generate(prompt, workload)
+    _write(images, job["images"])
+    emit("flops", flops)
+    emit("matrix_rates", matrix_rates(options.provider))
+
+
 def _write(images: list[Any], path: str) -> None:
     np.save(path, np.stack([np.asarray(image.convert("RGB")) for image in images]))
 
 
 def _described(engine: Engine) -> dict[str, Any]:
+    options = dataclasses.asdict(engine.options)
+    packages = [name for names in engine.distributions for name in names]
     return {
         "name": engine.name,
         "version": engine.version,
         "device": engine.device,
         "provider": engine.provider,
         "precision": engine.precision,
-        "compile_mode": engine.options.compile_mode,
-        "compiler_config": engine.options.compiler_config,
-        "regional": engine.options.regional,
-        "xformers": engine.options.xformers,
-        "io_binding": engine.options.io_binding,
+        **{name: options[name] for name in ("compile_mode", "compiler_config", "regional", "xformers")},
+        "io_binding": engine.io_binding,
         "safety_checker": engine.options.safety_checker,
         "ip_adapters": list(engine.options.adapters),
         "scheduler": engine.scheduler,
         "folder": str(engine.folder.path),
         "family": engine.family.name,
-        "packages": {
-            name: each for names in engine.distributions for name in names if (each := installed_version(name))
-        },
+        "packages": {name: version for name in packages if (version := installed_version(name))},
     }
 
 

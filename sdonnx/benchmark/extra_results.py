@@ -1,13 +1,30 @@
-"""Measurements that are not rows of the table: step counts, image sizes and kernels."""
+"""Measurements that are not rows of the table: step counts with their fitted line, image sizes, and kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sdonnx.benchmark.statistics import LineFit
-from sdonnx.benchmark.workload import Workload
+import numpy as np
 
-__all__ = ["Kernels", "Resolution", "Resolutions", "Throughput"]
+from sdonnx.reference.workload import Workload
+
+__all__ = ["Kernels", "LineFit", "Resolution", "Resolutions", "Throughput", "fit_line"]
+
+
+@dataclass(frozen=True)
+class LineFit:
+    """time = slope * steps + offset, in seconds.
+
+    Attributes:
+        slope: seconds per step.
+        offset: seconds of the work that does not depend on the steps: text encoder, decoder, overhead.
+        r_squared: share of the variance that the line explains.
+    """
+
+    slope: float
+    offset: float
+    r_squared: float
 
 
 @dataclass(frozen=True)
@@ -73,13 +90,13 @@ class Resolutions:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Device time of one image by kind of operator.
+    """GPU time of one image by kind of operator.
 
     Attributes:
         rival: title of the engine.
         workload: the workload.
         milliseconds: device time by kind, longest first; "idle" is the time without kernels.
-        launches: number of kernels, or of nodes on a CPU.
+        launches: number of kernels.
         source: the profiler.
     """
 
@@ -88,3 +105,12 @@ class Kernels:
     milliseconds: dict[str, float]
     launches: int
     source: str
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> LineFit:
+    """Return the least-squares line through (steps, seconds), for at least two different step counts."""
+    steps, seconds = np.asarray(points, np.float64).T
+    slope, offset = np.polynomial.Polynomial.fit(steps, seconds, 1).convert().coef[::-1]
+    residual = float(np.sum((seconds - (slope * steps + offset)) ** 2))
+    total = float(np.sum((seconds - seconds.mean()) ** 2))
+    return LineFit(float(slope), float(offset), 1.0 if total == 0 else 1 - residual / total)

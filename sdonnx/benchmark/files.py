@@ -1,4 +1,4 @@
-"""Append results to files: CSV rows and JSON lines."""
+"""Append results to files, CSV rows and JSON lines, and check beforehand that they can be."""
 
 from __future__ import annotations
 
@@ -6,43 +6,48 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sdonnx.benchmark.record import COLUMNS, CsvRow
 from sdonnx.errors import OutputError
 from sdonnx.folder.pipeline_folder import finite
 
 __all__ = ["append_json", "append_row", "check_csv", "check_writable", "json_line"]
 
 
-def check_csv(path: Path) -> None:
-    """Check that a row can be appended, before minutes are spent on measuring.
+def check_csv(path: Path, columns: Sequence[str]) -> bool:
+    """Check that a row can be appended; return whether the file is new or empty and needs a header.
 
     Raises:
         OutputError: the file has other columns, or is not readable or writable.
     """
     check_writable(path)
-    header = _header(path)
-    if header is not None and header != COLUMNS:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), None)
+    except FileNotFoundError:
+        return True
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise OutputError(f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv") from error
+    if header is not None and header != list(columns):
         raise OutputError(
             f"{path} has the columns {', '.join(header)!r}",  # escaped: the file may contain any characters
-            ", ".join(COLUMNS),
+            ", ".join(columns),
             "choose another file with --csv, or move this file",
         )
+    return header is None
 
 
-def append_row(path: Path, row: CsvRow) -> None:
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append a row to a CSV file, with the header if the file is new or empty.
 
     Raises:
         OutputError: the file has other columns, or is not writable.
     """
-    check_csv(path)
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    if _header(path) is None:
+    writer = csv.DictWriter(text, list(row), lineterminator="\n")
+    if check_csv(path, list(row)):
         writer.writeheader()
     writer.writerow(row)
     _append(path, text.getvalue())
@@ -74,18 +79,6 @@ def append_json(path: Path, record: Mapping[str, Any]) -> None:
 def json_line(record: Mapping[str, Any]) -> str:
     """Return a record as a line of JSON, with its end. NaN and Inf become null."""
     return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _header(path: Path) -> tuple[str, ...] | None:
-    """Return the columns of a CSV file, or None if the file is missing or empty."""
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            first = next(csv.reader(file), None)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise OutputError(f"{path} cannot be read ({error})", "a CSV file", "choose another file with --csv") from error
-    return None if first is None else tuple(first)
 
 
 def _append(path: Path, text: str) -> None:

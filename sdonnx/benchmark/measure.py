@@ -6,17 +6,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sdonnx.benchmark.engine import Engine
 from sdonnx.benchmark.extra_results import Resolution
 from sdonnx.benchmark.memory import PeakMemory, host_peak_bytes, memory_source
-from sdonnx.benchmark.results import MIN_PSNR_DB, Round, Start
-from sdonnx.benchmark.statistics import quantile
-from sdonnx.benchmark.workload import Workload
-from sdonnx.metrics import psnr
+from sdonnx.benchmark.operator_times import kernel_times_by_kind, trace_kernels
+from sdonnx.benchmark.results import Round, quantile
+from sdonnx.metrics import MIN_PSNR_DB, psnr
+from sdonnx.reference.workload import Workload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -132,12 +132,12 @@ def measure_round(
     return measured, [image for prompt in prompts for image in first[prompt]], fault
 
 
-def measure_start(engine: Engine, workload: Workload) -> Start:
-    """Load an engine, generate the first images, and return the time."""
+def measure_start(engine: Engine, workload: Workload) -> tuple[float, float | None]:
+    """Load an engine, generate the first images, and return the seconds, also those of loading diffusers' pipeline."""
     start = time.perf_counter()
     engine.load(workload)
     engine.generate(_WARM_UP_PROMPT, workload)
-    return Start(time.perf_counter() - start, engine.pipeline_load_s)
+    return time.perf_counter() - start, engine.pipeline_load_s
 
 
 def differs(images: Sequence[Image], others: Sequence[Image]) -> bool:
@@ -197,13 +197,6 @@ def rare_sizes(multiple: int) -> list[tuple[int, int]]:
     ]
 
 
-class Visit(NamedTuple):
-    """A workload of `measure_resolutions`, and the adapters' scale if it is the scale that changes."""
-
-    workload: Workload
-    scale: float | None
-
-
 def measure_resolutions(
     engine: Engine, workload: Workload, prompt: str, sizes: Sequence[tuple[int, int]], on_progress: OnProgress
 ) -> list[Resolution]:
@@ -220,14 +213,14 @@ def measure_resolutions(
     """
     engine.load(workload)
     visited = []
-    visits = [Visit(replace(workload, height=height, width=width), None) for height, width in sizes]
+    visits: list[tuple[Workload, float | None]] = []
+    visits += [(replace(workload, height=height, width=width), None) for height, width in sizes]
+    warm = visits[0][0]
     if workload.ip_adapter_scale is not None:
-        back = replace(workload, height=visits[0].workload.height, width=visits[0].workload.width)
-        visits += [Visit(replace(back, ip_adapter_scale=scale), scale) for scale in SCALES]
-    for index, (current, scale) in enumerate(visits):
-        if index == 0:
-            for _ in range(WARM_UPS):
-                engine.generate(prompt, current)
+        visits += [(replace(warm, ip_adapter_scale=scale), scale) for scale in SCALES]
+    for _ in range(WARM_UPS):
+        engine.generate(prompt, warm)
+    for current, scale in visits:
         first, second, *later = [_timed(engine, prompt, current) for _ in range(5)]
         visited.append(Resolution(current.height, current.width, first, second, min(later), scale))
         on_progress(f"{visited[-1].title}: first {first:.3f} s, second {second:.3f} s, then {min(later):.3f} s")
@@ -235,11 +228,16 @@ def measure_resolutions(
 
 
 def measure_kernels(engine: Engine, workload: Workload, prompt: str) -> tuple[dict[str, float], int, str]:
-    """Load an engine, warm it up and profile one image; see `Engine.kernels`."""
+    """Load an engine on a GPU, warm it up, and generate an image under torch's profiler.
+
+    Returns:
+        GPU time in ms by kind of kernel, the number of launches, and the profiler.
+    """
     engine.load(workload)
     for _ in range(WARM_UPS):
         engine.generate(prompt, workload)
-    return engine.kernels(prompt, workload)
+    kernels = trace_kernels(lambda: engine.generate(prompt, workload))
+    return kernel_times_by_kind(kernels), len(kernels), "torch.profiler (CUPTI)"
 
 
 def _timed(engine: Engine, prompt: str, workload: Workload) -> float:

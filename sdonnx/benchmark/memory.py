@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import sys
 import threading
-import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from sdonnx.errors import OptionError, ProviderError
+from sdonnx.environment_record import open_gpu
+from sdonnx.errors import OptionError
 from sdonnx.installation import install_command
 
 if TYPE_CHECKING:
@@ -20,28 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GpuMemory",
-    "MemorySource",
     "PeakMemory",
     "ResidentMemory",
     "clock_mhz",
-    "first_gpu",
     "host_peak_bytes",
     "memory_source",
-    "open_gpu",
 ]
 
 _INTERVAL_S = 0.01
-
-
-class MemorySource(Protocol):
-    """A source of the current memory use."""
-
-    @property
-    def kind(self) -> str:
-        """The kind of memory, for the record."""
-
-    def bytes_used(self) -> int:
-        """Return the memory in use, in bytes."""
 
 
 class ResidentMemory:
@@ -94,47 +79,7 @@ class GpuMemory:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used)
 
 
-def first_gpu() -> str | None:
-    """Return the UUID of CUDA device 0 in NVML's format, or None if CUDA finds no GPU.
-
-    CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER affect only CUDA.
-    Source: the CUDA driver API (cuInit, cuDeviceGet, cuDeviceGetUuid). No context is created.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    device, identifier = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return None
-    if driver.cuDeviceGetUuid_v2(identifier, device):
-        return None
-    return f"GPU-{uuid.UUID(bytes=bytes(identifier))}"
-
-
-def open_gpu() -> Any:
-    """Return NVML's handle of CUDA device 0.
-
-    Raises:
-        ProviderError: there is no GPU, or NVML is missing or does not list the GPU.
-    """
-    try:
-        import pynvml
-    except ImportError:
-        raise ProviderError("NVML's Python package is missing", "nvidia-ml-py", install_command("benchmark")) from None
-    identifier = first_gpu()
-    if identifier is None:
-        raise ProviderError("CUDA finds no GPU", "a GPU and its driver", "check nvidia-smi, or pass -r cpu")
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(identifier)
-    except pynvml.NVMLError as error:
-        raise ProviderError(
-            f"NVML does not list the GPU {identifier} ({error})", "the driver's NVML", "check nvidia-smi"
-        ) from error
-
-
-def memory_source(device: str) -> MemorySource:
+def memory_source(device: str) -> ResidentMemory | GpuMemory:
     """Return the memory source for the provider "cuda" or "cpu". Call it before loading anything."""
     return GpuMemory(open_gpu()) if device == "cuda" else ResidentMemory()
 
@@ -171,18 +116,19 @@ class PeakMemory:
     Args:
         source: the memory source.
         device: "cuda" to sample the GPU's clock as well.
-        interval_s: seconds between samples.
 
     Attributes:
         peak_bytes: the peak so far; final after the block.
         clocks_mhz: samples of the clock of the GPU's multiprocessors.
     """
 
-    def __init__(self, source: MemorySource, device: str = "cpu", interval_s: float = _INTERVAL_S) -> None:
+    def __init__(
+        self, source: ResidentMemory | GpuMemory, device: str = "cpu", interval_s: float = _INTERVAL_S
+    ) -> None:
         """Create the thread."""
         self.peak_bytes = 0
         self.clocks_mhz: list[int] = []
-        self._source, self._device, self._interval_s = source, device, interval_s
+        self._source, self._device = source, device
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -201,7 +147,7 @@ class PeakMemory:
         self._read()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        while not self._ended.wait(_INTERVAL_S):
             self._read()
             self.clocks_mhz += clock_mhz(self._device)
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sdonnx.benchmark.engine import FolderKind, folder_kind
 from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.folder_version import FolderKind, folder_kind
 from sdonnx.folder.pipeline_folder import PipelineFolder
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def prepare_folders(
     """Return a folder of each kind that the engines read. Missing folders are written to the work folder.
 
     For `arch` a sample pipeline is written. A diffusers folder is exported, and an exported folder optimized. On a
-    GPU, the optimized folder and the exported folder of onnxruntime-plain are float16. Folders of an earlier run are
+    GPU, the optimized folder and an exported folder that an engine reads are float16. Folders of an earlier run are
     overwritten, because they may be from another version.
 
     Args:

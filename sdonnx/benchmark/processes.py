@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sdonnx.folder.cache_root import CACHE
+from sdonnx.folder.cache_root import CACHE, cache_folder
 
 __all__ = ["WorkerError", "make_caches", "run_worker"]
 
@@ -116,11 +117,17 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def make_caches(scratch: Path) -> dict[str, str]:
-    """Return environment variables that move temporary files and compiler caches to the scratch folder."""
+    """Return environment variables that move temporary files and compiler caches to the scratch folder.
+
+    Results of checks of the GPU's kernels, which belong to the machine, are copied into a new folder.
+    """
     names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", CACHE)
     folders = {name: scratch / name.lower() for name in names}
-    for folder in folders.values():
-        folder.mkdir(exist_ok=True)
+    if not folders[CACHE].exists():
+        for folder in folders.values():
+            folder.mkdir(parents=True)
+        for path in cache_folder().glob("kernels-*.json"):
+            shutil.copy(path, folders[CACHE])
     return {name: str(folder) for name, folder in folders.items()}
 
 

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sdonnx.benchmark.extra_results import Kernels, Resolutions, Throughput
-from sdonnx.benchmark.statistics import Summary, summarize
-from sdonnx.benchmark.workload import Workload
+from sdonnx.reference.workload import Workload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
-    "REFERENCE",
     "Agreement",
     "Comparison",
     "Result",
     "Round",
     "Stages",
-    "plain",
+    "Summary",
+    "quantile",
+    "summarize",
 ]
-
-REFERENCE = "torch fp32"
-"""Name of the images that all others are compared with."""
 
 LARGE_SPREAD = 0.1
 """Spread above which a row gets a remark."""
 
 _LARGE_START_RATIO = 1.5
-
-MIN_PSNR_DB = 30.0
-"""Engines with the same weights, noise and sampler are above 45 dB in fp16 (docs/results). With other weights, another
-sampler or other noise they are below 20 dB."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +82,6 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A process that starts with filled caches and measures nothing else.
-
-    Attributes:
-        first_image_s: time from the start of loading to the first image.
-        pipeline_load_s: the part in which diffusers' pipeline was loaded; None for engines of graphs.
-    """
-
-    first_image_s: float
-    pipeline_load_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Stages:
     """Durations of the stages of a run, measured with the device's clock.
 
@@ -133,6 +115,50 @@ class Agreement:
     ssim: float
     differing: float
     lpips: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics over the rounds of an engine.
+
+    Latencies are over the runs of all rounds. For values that occur once in a process it is the median over the
+    rounds, and for memory the maximum. `load_s`, `pipeline_load_s`, `first_image_s` and `warm_up_s` come from
+    the rounds that start with empty caches.
+
+    Attributes:
+        runs: number of timed runs.
+        average_s: mean latency; median_s, min_s, p90_s and p99_s are the other statistics.
+        spread: (p90 - p10) / median, the relative range of the middle 80 % of the runs, which ignores single slow runs.
+        load_s: time to load.
+        pipeline_load_s: the part of it in which diffusers' pipeline was loaded; None for engines of graphs.
+        first_image_s: time from the start of loading to the first image.
+        cached_first_image_s: time from the start of loading to the first image with filled caches; None if it was not
+            measured.
+        cached_pipeline_load_s: the part of it in which diffusers' pipeline was loaded.
+        warm_up_s: total time of the warm-up runs.
+        first_run_bytes: peak memory in the first run.
+        second_run_bytes: peak memory in the run after the timed ones.
+        allocator_bytes: peak memory of the library's allocator; None if unknown.
+        host_peak_bytes: peak resident memory.
+    """
+
+    runs: int
+    average_s: float
+    median_s: float
+    min_s: float
+    p90_s: float
+    p99_s: float
+    spread: float
+    load_s: float
+    pipeline_load_s: float | None
+    first_image_s: float
+    cached_first_image_s: float | None
+    cached_pipeline_load_s: float | None
+    warm_up_s: float
+    first_run_bytes: int
+    second_run_bytes: int
+    allocator_bytes: int | None
+    host_peak_bytes: int
 
 
 @dataclass
@@ -175,6 +201,18 @@ class Result:
         """Statistics over the rounds; None without rounds."""
         return summarize(self.rounds, self.cached_start_s, self.cached_pipeline_load_s) if self.rounds else None
 
+    def value(self, path: str) -> Any:
+        """Return an attribute of the result or of its parts, such as "stages.text_ms"; None if a part is None."""
+        found: Any = self
+        for name in path.split("."):
+            found = None if found is None else getattr(found, name)
+        return found
+
+    @property
+    def latencies_s(self) -> list[float]:
+        """The timed runs of all rounds."""
+        return [latency for each in self.rounds for latency in each.latencies_s]
+
     @property
     def share_of_matrix_rate(self) -> float | None:
         """Share of the measured matrix rate that the denoiser reaches, 0 to 1."""
@@ -207,7 +245,7 @@ class Comparison:
 
     Attributes:
         command: the command line.
-        environment: packages, commit, machine (`sdonnx.benchmark.record.environment`).
+        environment: packages, commit, machine (`sdonnx.environment_record.environment`).
         results: the rows.
         throughput: latency by number of steps.
         resolutions: latency by image size.
@@ -233,12 +271,49 @@ class Comparison:
         return any(result.failure or result.unchecked for result in self.results)
 
 
-def plain(value: Any) -> Any:
-    """Convert a dataclass to dictionaries and lists for JSON."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(each) for each in value]
-    return value
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile of the values, with linear interpolation."""
+    return float(np.quantile(np.asarray(values, np.float64), share))
+
+
+def summarize(
+    rounds: Sequence[Round], cached_start_s: float | None = None, cached_pipeline_load_s: float | None = None
+) -> Summary:
+    """Return statistics over rounds.
+
+    Args:
+        rounds: at least one round that starts with empty caches; each has at least one timed run.
+        cached_start_s: time to the first image with filled caches, if no round started with them.
+        cached_pipeline_load_s: the part of it in which diffusers' pipeline was loaded.
+    """
+    latencies = [latency for each in rounds for latency in each.latencies_s]
+    allocated = [each.allocator_bytes for each in rounds if each.allocator_bytes is not None]
+
+    def median(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    fresh = [each for each in rounds if not each.cached]
+    cached = [each for each in rounds if each.cached]
+    if cached:
+        cached_start_s = statistics.median(each.first_image_s for each in cached)
+        cached_pipeline_load_s = median(each.pipeline_load_s for each in cached)
+    return Summary(
+        runs=len(latencies),
+        average_s=statistics.fmean(latencies),
+        median_s=statistics.median(latencies),
+        min_s=min(latencies),
+        p90_s=quantile(latencies, 0.9),
+        p99_s=quantile(latencies, 0.99),
+        spread=(quantile(latencies, 0.9) - quantile(latencies, 0.1)) / quantile(latencies, 0.5),
+        load_s=statistics.median(each.load_s for each in fresh),
+        pipeline_load_s=median(each.pipeline_load_s for each in fresh),
+        first_image_s=statistics.median(each.first_image_s for each in fresh),
+        cached_first_image_s=cached_start_s,
+        cached_pipeline_load_s=cached_pipeline_load_s,
+        warm_up_s=statistics.median(sum(each.warm_up_s) for each in fresh),
+        first_run_bytes=max(each.first_run_bytes for each in rounds),
+        second_run_bytes=max(each.second_run_bytes for each in rounds),
+        allocator_bytes=max(allocated, default=None),
+        host_peak_bytes=max(each.host_peak_bytes for each in rounds),
+    )

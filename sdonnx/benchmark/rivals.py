@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, OnnxRuntimeEngine, SdonnxCompileEngine, TorchEngine
+from sdonnx.benchmark.engines import ENGINES, OnnxRuntimeEngine, SdonnxCompileEngine, TorchEngine, find_engine
+from sdonnx.benchmark.engines.pytorch import COMPILE_MODES
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OptionError
 
@@ -17,7 +18,7 @@ __all__ = ["COMPILERS", "NAMES", "Rival", "chosen_engines", "parse_rivals"]
 _COMPILED, _REGIONAL, _XFORMERS = "torch-compile", "torch-regional", "torch-xformers"
 
 NAMES = (*ENGINES, _XFORMERS, _COMPILED, _REGIONAL)
-"""Values of `-e`; the last two also accept a mode, as in `torch-compile:max-autotune`."""
+"""Values of `-e`, next to FILE.py:NAME; the last two also accept a mode, as in `torch-compile:max-autotune`."""
 
 COMPILERS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,7 +44,7 @@ class Rival:
 
     Attributes:
         title: title in tables.
-        engine: key in `ENGINES`.
+        engine: key in `ENGINES`, or FILE.py:NAME.
         compile_mode: mode of torch.compile; None to compile nothing.
         regional: compile only the denoiser's repeated blocks.
         xformers: use xformers' attention.
@@ -133,11 +134,14 @@ def parse_rivals(
 
 
 def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival:
+    if ".py:" in name:
+        return Rival(find_engine(name).name, name)
     base, _, own = name.partition(":")
     if base == "torch":
         base = _COMPILED if compiled else _XFORMERS if xformers else base
     if base not in NAMES or (own and base not in (_COMPILED, _REGIONAL)):
-        raise OptionError(f"the engine {name!r} is unknown", f"one of {', '.join(NAMES)}", "pass one")
+        expected = f"one of {', '.join(NAMES)}, or FILE.py:NAME"
+        raise OptionError(f"the engine {name!r} is unknown", expected, "pass one")
     if base in (_COMPILED, _REGIONAL):
         regional = base == _REGIONAL
         chosen = own or mode or ("default" if regional else "reduce-overhead")

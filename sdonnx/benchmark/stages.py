@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from sdonnx.benchmark.results import Stages
 from sdonnx.models.spec import Role
 
-__all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "median_stages"]
+__all__ = ["DECODE", "STAGES", "STEP", "TEXT", "StageClock", "host_clock", "median_stages"]
 
 TEXT, STEP, DECODE = "text", "step", "decode"
 
@@ -85,3 +86,8 @@ class StageClock:
 
     def _sum(self, stage: str) -> float:
         return sum(self._milliseconds(start, end) for start, end in self._spans[stage])
+
+
+def host_clock() -> StageClock:
+    """Return a clock for work that the caller waits for: on a CPU, or with results on the host."""
+    return StageClock(time.perf_counter, lambda start, end: (end - start) * 1e3)

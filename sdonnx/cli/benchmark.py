@@ -12,28 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.compare import ComparisonRun, ComparisonSetup, Measurement
-from sdonnx.benchmark.engine import FolderKind, is_importable
-from sdonnx.benchmark.engines import ENGINES
+from sdonnx.benchmark.engines import find_engine
 from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
-from sdonnx.benchmark.image_files import print_images, save_images
 from sdonnx.benchmark.measure import rare_sizes, visited_sizes
-from sdonnx.benchmark.memory import first_gpu, open_gpu
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind, prepare_folders, require_folder
-from sdonnx.benchmark.progress_lines import ProgressLines
-from sdonnx.benchmark.record import csv_row, environment, measurement_record, result_record
+from sdonnx.benchmark.record import COLUMNS, csv_row, measurement_record, result_record
 from sdonnx.benchmark.results import Comparison, Result
 from sdonnx.benchmark.rivals import Rival, chosen_engines, parse_rivals
 from sdonnx.benchmark.shown_names import shown_name
-from sdonnx.benchmark.terminal_tables import print_comparison
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.terminal_output import ProgressLines, print_comparison, print_images, save_images
 from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options, compiled_types
 from sdonnx.cli.quantization_options import given_quantization, quantized_request
+from sdonnx.environment_record import environment, first_gpu, open_gpu
 from sdonnx.errors import OptionError, OutputError, SdonnxError
+from sdonnx.folder.folder_version import FolderKind
 from sdonnx.folder.pipeline_folder import REPORT, PipelineFolder, read_json
 from sdonnx.folder.prompt_file import PROMPTS
-from sdonnx.installation import install_command
+from sdonnx.html.page import check_page
+from sdonnx.installation import install_command, is_importable
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
+from sdonnx.reference.workload import Workload
 from sdonnx.samplers import config_for
 from sdonnx.terminal import FAILURE, INTERRUPTED, console, interruption_handled, tensor_progress
 
@@ -61,14 +60,12 @@ def run(options: argparse.Namespace) -> int:
     )
     check_options(options)
     _require_packages(options)
-    check_csv(options.csv)
+    check_csv(options.csv, COLUMNS)
     for path in (options.json, options.output_image):
         if path is not None:
             check_writable(path)
     if options.report is not None:
-        from sdonnx.benchmark.report import check_report
-
-        check_report(options.report)
+        check_page(options.report)
     out = console()
     on_progress: Callable[[str], None] = partial(out.print, style="dim", markup=False)
     try:
@@ -120,9 +117,7 @@ class _Outcome:
         setup, options = self._setup, self._options
         row = None
         if isinstance(kept, Result) and kept.rounds:
-            row = csv_row(
-                kept, self.comparison.model, len(setup.prompts), setup.batch_count, self.comparison.environment
-            )
+            row = csv_row(kept, self.comparison, len(setup.prompts), setup.batch_count)
         if isinstance(kept, Result):
             record = result_record(kept, setup.prompts, row, self.comparison)
         else:
@@ -136,7 +131,7 @@ class _Outcome:
         """Write the report and the images, print the errors, and return the exit status."""
         options, comparison = self._options, self.comparison
         if options.report is not None:
-            from sdonnx.benchmark.report import write_report
+            from sdonnx.benchmark.report.report_page import write_report
 
             if self._try(lambda: write_report(comparison, options.report)):
                 self._out.print(f"report: {options.report}", markup=False)
@@ -199,10 +194,12 @@ def _setup(
     usable = [rival for rival in rivals if rival not in unusable]
     if not usable:
         raise next(iter(unusable.values()))
-    wanted = {ENGINES[rival.engine].reads for rival in usable}
+    wanted = {find_engine(rival.engine).reads for rival in usable}
     provider = options.provider or _provider(given)
     if provider == "cuda":
         open_gpu()  # raises if there is no GPU
+    elif options.profile:
+        raise OptionError("--profile on a CPU", "a GPU, for its kernels", "omit the option")
     adapters = tuple(map(str, options.ip_adapter or ()))
     folders = prepare_folders(
         given,
@@ -233,7 +230,6 @@ def _setup(
         batch_count=options.batch_count,
         warm_ups=options.warmups,
         rounds=options.rounds,
-        io_binding=options.use_io_binding,
         safety_checker=options.enable_safety_checker,
         pythons=options.python,
         timeout_s=options.timeout,
@@ -243,10 +239,10 @@ def _setup(
         adapters=adapters,
     )
     for rival in usable:
-        engine = ENGINES[rival.engine]
+        engine = find_engine(rival.engine)
         try:
             require_folder(folders, engine.reads, engine.name, engine.remedy)
-            if rival.engine not in setup.pythons:
+            if engine.name not in setup.pythons:
                 engine(setup.options(rival))
         except SdonnxError as error:
             unusable[rival] = error
@@ -281,15 +277,11 @@ def _resolutions(
 
 def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
     """Return the error of an engine if its packages are missing. Engines with another interpreter are not checked."""
-    if rival.engine in options.python:
+    engine = find_engine(rival.engine)
+    if engine.name in options.python:
         return None
-    if options.ip_adapter and not ENGINES[rival.engine].supports_adapters:
-        asked = "--ip_adapter" if options.arch is None else f"--arch {options.arch}"
-        return OptionError(
-            f"{asked} for the engine {rival.engine}", "an engine that supports adapters", "omit the engine"
-        )
     try:
-        ENGINES[rival.engine].require_packages(xformers=rival.xformers)
+        engine.require_packages(xformers=rival.xformers)
     except SdonnxError as error:
         return error
     return None

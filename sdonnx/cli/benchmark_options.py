@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sdonnx.benchmark.engine import PROVIDERS, FolderKind, folder_kind
-from sdonnx.benchmark.engines import COMPILE_MODES, ENGINES, SdonnxCompileEngine
+from sdonnx.benchmark.engine import PROVIDERS
+from sdonnx.benchmark.engines import ENGINES, SdonnxCompileEngine, find_engine
+from sdonnx.benchmark.engines.pytorch import COMPILE_MODES
 from sdonnx.benchmark.measure import RARE_RESOLUTIONS, WARM_UPS
 from sdonnx.benchmark.rivals import COMPILERS, NAMES
 from sdonnx.cli.quantization_options import add_quantization_arguments, given_quantization, quantization_config
 from sdonnx.errors import OptionError, ProviderError
+from sdonnx.folder.folder_version import FolderKind, folder_kind
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.precision_search.search_options import AUTO
 from sdonnx.sample.write_sample import ARCHITECTURES
@@ -97,7 +99,10 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = partial(add_option, parser.add_argument_group("engines and timing"))
-    engines = f"{', '.join(NAMES)}; compiled ones accept a mode: torch-compile:max-autotune (default: onnxruntime)"
+    engines = (
+        f"{', '.join(NAMES)}; compiled ones accept a mode: torch-compile:max-autotune; FILE.py:NAME for an engine of "
+        "your own (default: onnxruntime)"
+    )
     add("-e", "--engine", nargs="+", metavar="ENGINE", help=engines)
     add(
         "--compiler",
@@ -120,7 +125,7 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
     add("--enable_torch_compile", action="store_true", help="compile the engine torch")
     add("--compile_mode", help=f"{', '.join(COMPILE_MODES)} (reduce-overhead)")
     add("--use_xformers", action="store_true", help="use xformers' attention in the engine torch")
-    add("--use_io_binding", action="store_true", help="bind buffers in onnxruntime-plain; onnxruntime always does")
+    add("--use_io_binding", action="store_true", help="no effect: onnxruntime always binds buffers")
     add("-g", "--enable_cuda_graph", action="store_true", help="no effect: onnxruntime always captures CUDA graphs")
     add("-c", "--batch_count", type=int, default=5, help="timed runs of each prompt in each round (5)")
     add("--warmups", type=int, help=f"number of warm-up runs ({WARM_UPS})")
@@ -137,7 +142,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--report", type=Path, help="write an HTML page with tables, plots and images")
     add("--output_image", type=Path, help="write each engine's first image, with the engine in its name; print paths")
     add("--print_output", action="store_true", help="show the images on the terminal")
-    add("--profile", action="store_true", help="also measure device time by kind of operator")
+    add("--profile", action="store_true", help="also measure GPU time by kind of operator")
     add("--throughput", action="store_true", help="also fit time = a * steps + b")
     sizes = "; true or no value: the usual ones"
     add(
@@ -187,7 +192,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ProviderError(
             f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one"
         )
-    options.python = _pythons(options.python)
+    options.python = _pythons(options.python, options.engine)
     if options.arch is not None and options.arch not in ARCHITECTURES:
         raise OptionError(f"--arch {options.arch}", f"one of {', '.join(ARCHITECTURES)}", "pass one")
     if options.arch is None and not options.pipeline:
@@ -201,8 +206,6 @@ def check_options(options: argparse.Namespace) -> None:
     if not math.isfinite(options.guidance_scale):
         raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number", "pass a finite number")
     _check_quantization(options)
-    if options.input_image is not None and "onnxruntime-plain" in options.engine:
-        raise OptionError("--input-image for the engine onnxruntime-plain", "another engine", "omit one")
     if options.input_image is not None and int(options.steps * options.strength) < 1:
         raise OptionError(
             f"--strength {options.strength} of {options.steps} steps", "at least one step", "raise one of them"
@@ -334,16 +337,17 @@ def _check_images(options: argparse.Namespace) -> None:
             raise OptionError(f"--output_image {options.output_image}", "a name such as x.png", "choose another")
 
 
-def _pythons(given: Sequence[str]) -> dict[str, str]:
+def _pythons(given: Sequence[str], engines: Sequence[str]) -> dict[str, str]:
     """Parse `--python` to interpreters by engine."""
+    known = [*ENGINES, *(find_engine(name).name for name in engines if ".py:" in name)]
     pythons = {}
     for each in given:
         engine, equals, path = each.partition("=")
-        if not equals or engine not in ENGINES:
+        if not equals or engine not in known:
             raise OptionError(
                 f"--python {each}",
-                f"ENGINE=PYTHON with one of {', '.join(ENGINES)}",
-                "pass for example optimum=venv/bin/python",
+                f"ENGINE=PYTHON with one of {', '.join(known)}",
+                "pass for example torch=venv/bin/python",
             )
         pythons[engine] = path
     return pythons

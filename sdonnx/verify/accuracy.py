@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import Proportion
+from sdonnx.reference.workload import Workload
 from sdonnx.sample.shapes.shape_architectures import TRAINED, reads_shape_captions
 from sdonnx.sample.shapes.shape_judge import draw_batches, held_out_captions, score_images, summarize
 from sdonnx.verify.verification import AccuracyFinding

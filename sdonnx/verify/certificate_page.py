@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sdonnx.benchmark.report.html_tables import DASH, Heading, Row, Table, number
-from sdonnx.benchmark.report.image_comparison import Gallery, make_gallery
-from sdonnx.benchmark.report.machine_facts import device_name, installed_packages, machine_facts
-from sdonnx.benchmark.report.report_page import readable_date, render_page
-from sdonnx.benchmark.results import REFERENCE, Comparison
-from sdonnx.benchmark.shown_names import OURS
+from sdonnx.html.gallery import Gallery, make_gallery
+from sdonnx.html.machine import device_name, installed_packages, machine_facts
+from sdonnx.html.page import readable_date, render_page
+from sdonnx.html.tables import DASH, Heading, Row, Table, number
+from sdonnx.reference import REFERENCE
 from sdonnx.verify.verification import (
     AccuracyFinding,
     ComponentFinding,
@@ -23,10 +22,10 @@ from sdonnx.verify.verification import (
 
 __all__ = ["certificate_html"]
 
-_HALF = "torch fp16"
+_OURS, _HALF = "sdonnx", "torch fp16"
 
 # Two of the benchmark's colours (Okabe and Ito), and its grey for the reference image.
-_COLOURS = {REFERENCE: "#7f7f7f", _HALF: "#d55e00", OURS: "#0072b2"}
+_COLOURS = {REFERENCE: "#7f7f7f", _HALF: "#d55e00", _OURS: "#0072b2"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class ImageComparison:
 def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str:
     """Return the HTML of a verification and its certificate, as a single self-contained file."""
     thresholds = found.request.thresholds
-    surroundings = Comparison(certificate["command"], certificate["environment"])
+    environment = certificate["environment"]
     values = {
         "title": f"Verification of {found.folder.resolve().name} against {found.original.resolve().name}",
         "passed": found.judgement.passed,
@@ -49,7 +48,7 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
         "verified": readable_date(certificate["time"]),
         "version": certificate["sdonnx"],
         "precision": certificate["precision"],
-        "device": device_name(surroundings),
+        "device": device_name(environment),
         "thresholds": thresholds,
         "torch_type": next((each.precision for each in found.images), "float16"),
         "quantized": found.quantized,
@@ -61,8 +60,8 @@ def certificate_html(found: Verification, certificate: Mapping[str, Any]) -> str
         ],
         "accuracy_table": _accuracy_table(found.accuracy, thresholds) if found.accuracy else None,
         "components_table": _components_table(found.components, thresholds),
-        "machine": machine_facts(surroundings),
-        "packages": installed_packages(surroundings),
+        "machine": machine_facts(environment),
+        "packages": installed_packages(environment),
         "command": certificate["command"],
         "files": len(certificate["files"]),
         "original_files": len(certificate["original"]["files"]),
@@ -85,7 +84,7 @@ def _summary(found: Verification) -> str:
 def _image_comparison(finding: ImageFinding, triple: ImageTriple, thresholds: Thresholds) -> ImageComparison:
     # This project's image is the first, next to the image of the same precision.
     halves = {} if triple.half is None else {_HALF: triple.half}
-    named = {OURS: triple.ours, **halves, REFERENCE: triple.wide}
+    named = {_OURS: triple.ours, **halves, REFERENCE: triple.wide}
     same = next(iter(halves), REFERENCE)
     title = f"{finding.prompt}, seed {finding.seed}"
     numbers = (
@@ -120,7 +119,7 @@ def _components_table(components: list[ComponentFinding], thresholds: Thresholds
 
 
 def _accuracy_table(accuracy: list[AccuracyFinding], thresholds: Thresholds) -> Table:
-    names = ("captions", OURS, f"torch {accuracy[0].precision}", "loss, points", "limit")
+    names = ("captions", _OURS, f"torch {accuracy[0].precision}", "loss, points", "limit")
     rows = [
         Row(
             each.measure,

@@ -10,26 +10,26 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.engines import TorchEngine
-from sdonnx.benchmark.engines.patching import patched
 from sdonnx.models.image_adapters import ADAPTER_SCALE
 from sdonnx.models.spec import ComponentSpec, Family, Role
+from sdonnx.reference.diffusers_pipeline import DiffusersPipeline
 
 __all__ = ["Call", "graph_inputs", "pick_calls", "record_calls", "repeat_call"]
 
 Array = npt.NDArray[Any]
 Outputs = dict[str, Array]
 
-# The method that the pipeline calls, if it is not `forward`.
 # Not called for an image from a prompt only, or recorded otherwise.
 _UNRECORDED = frozenset(
     {Role.IMAGE_ENCODER, Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ADAPTER, Role.CONTROLNET, Role.T2I_ADAPTER}
 )
 
+# The method that the pipeline calls, if it is not `forward`.
 _METHODS = {Role.IMAGE_DECODER: "decode", Role.IMAGE_ENCODER: "encode"}
 
 
@@ -54,11 +54,11 @@ class Call:
 
 
 @contextlib.contextmanager
-def record_calls(engine: TorchEngine, family: Family, scale: float | None) -> Iterator[list[Call]]:
+def record_calls(source: DiffusersPipeline, family: Family, scale: float | None) -> Iterator[list[Call]]:
     """Record the calls of the pipeline's modules within a `with` block.
 
     Args:
-        engine: torch's pipeline in float32, loaded.
+        source: diffusers' pipeline in float32, loaded.
         family: family of the optimized folder, including its image-prompt adapters.
         scale: scale of the adapters; None without adapters.
     """
@@ -66,21 +66,16 @@ def record_calls(engine: TorchEngine, family: Family, scale: float | None) -> It
     tokens: dict[str, Array] = {}
     adapters = family.adapters
 
-    def watch(spec: ComponentSpec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*arguments: Any, **options: Any) -> Any:
-                output = call(*arguments, **options)
-                extra_inputs = dict(tokens) if spec.role is Role.DENOISER else {}
-                if extra_inputs and adapters is not None and scale is not None:
-                    extra_inputs[ADAPTER_SCALE] = np.full(
-                        (len(adapters.adapters), len(adapters.blocks)), scale, np.float32
-                    )
-                calls.append(Call(spec, _copied(arguments), _copied(options), _named(spec, output), extra_inputs))
-                return output
+    def watch(spec: ComponentSpec, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            output = call(*arguments, **options)
+            extra_inputs = dict(tokens) if spec.role is Role.DENOISER else {}
+            if extra_inputs and adapters is not None and scale is not None:
+                extra_inputs[ADAPTER_SCALE] = np.full((len(adapters.adapters), len(adapters.blocks)), scale, np.float32)
+            calls.append(Call(spec, _copied(arguments), _copied(options), _named(spec, output), extra_inputs))
+            return output
 
-            return watched
-
-        return change
+        return watched
 
     def watch_projection(call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(embeds: Any) -> Any:
@@ -99,20 +94,21 @@ def record_calls(engine: TorchEngine, family: Family, scale: float | None) -> It
             if spec.role in _UNRECORDED:
                 continue  # not called for an image from a prompt, or patched below
             method = _METHODS.get(spec.role, "forward")
-            stack.enter_context(patched(engine.module(spec), method, watch(spec)))
+            module = source.module(spec)
+            stack.enter_context(mock.patch.object(module, method, watch(spec, getattr(module, method))))
         if adapters is not None:
-            projection = _projection(engine)
-            stack.enter_context(patched(projection, "forward", watch_projection))
+            projection = _projection(source)
+            stack.enter_context(mock.patch.object(projection, "forward", watch_projection(projection.forward)))
         yield calls
 
 
-def repeat_call(engine: TorchEngine, call: Call) -> Outputs:
-    """Repeat a call with the engine's modules, in their data type and on their device."""
+def repeat_call(source: DiffusersPipeline, call: Call) -> Outputs:
+    """Repeat a call with the pipeline's modules, in their data type and on their device."""
     import torch
 
     is_projection = call.spec.role is Role.IMAGE_PROMPT_ADAPTER
-    module = _projection(engine) if is_projection else engine.module(call.spec)
-    dtype, device = next(module.parameters()).dtype, engine.device
+    module = _projection(source) if is_projection else source.module(call.spec)
+    dtype, device = next(module.parameters()).dtype, source.device
 
     def converted(value: Any) -> Any:
         if not torch.is_tensor(value):
@@ -130,18 +126,18 @@ def repeat_call(engine: TorchEngine, call: Call) -> Outputs:
     return _named(call.spec, output)
 
 
-def graph_inputs(call: Call, engine: TorchEngine) -> dict[str, Array]:
+def graph_inputs(call: Call, source: DiffusersPipeline) -> dict[str, Array]:
     """Return the inputs of our graph for a call, by name, in float32 or as integers.
 
     Args:
         call: a recorded call.
-        engine: the engine with the modules that were called; their signatures name the arguments.
+        source: the pipeline with the modules that were called; their signatures name the arguments.
     """
     role = call.spec.role
     if role is Role.IMAGE_PROMPT_ADAPTER:
         (embeds,) = call.arguments
         return {f"image_embeds.{i}": _array(each.reshape(-1, *_sequence(each))) for i, each in enumerate(embeds)}
-    module = engine.module(call.spec)
+    module = source.module(call.spec)
     method = getattr(type(module), _METHODS.get(role, "forward"))
     bound = inspect.signature(method).bind(None, *call.arguments, **call.options).arguments
     given = {**bound, **bound.pop("kwargs", {}), **(bound.get("added_cond_kwargs") or {})}
@@ -172,9 +168,9 @@ def pick_calls(calls: Sequence[Call], maximum: int) -> list[Call]:
     return chosen
 
 
-def _projection(engine: TorchEngine) -> Any:
+def _projection(source: DiffusersPipeline) -> Any:
     """Return the module that projects image embeddings to image tokens."""
-    return engine.module(engine.family.with_role(Role.DENOISER)).encoder_hid_proj
+    return source.module(source.family.with_role(Role.DENOISER)).encoder_hid_proj
 
 
 def _sequence(embeds: Any) -> tuple[int, ...]:

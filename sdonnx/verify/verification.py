@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sdonnx._version import __version__
-from sdonnx.benchmark.engine import reported_precision
-from sdonnx.benchmark.record import environment
+from sdonnx.environment_record import environment
 from sdonnx.folder.certificate import FORMAT, certified_files
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import Proportion
+from sdonnx.reference.optimized_pipeline import reported_precision
 
 if TYPE_CHECKING:
     from PIL.Image import Image

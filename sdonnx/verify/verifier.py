@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.agreement import is_empty
-from sdonnx.benchmark.engine import EngineOptions, quantized_types
-from sdonnx.benchmark.engines import OnnxRuntimeEngine, ReferenceEngine, TorchEngine
-from sdonnx.benchmark.workload import Workload
 from sdonnx.errors import OptionError
 from sdonnx.folder.certificate import certified_files
 from sdonnx.folder.pipeline_folder import ONNX_MODEL
 from sdonnx.folder.prompt_file import default_prompts
-from sdonnx.metrics import psnr, relative_error
+from sdonnx.metrics import is_empty, psnr, relative_error
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
+from sdonnx.reference.diffusers_pipeline import DiffusersPipeline
+from sdonnx.reference.optimized_pipeline import OptimizedPipeline, quantized_types
+from sdonnx.reference.workload import Workload
 from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, default_captions, reads_shape_captions
 from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.recorded_calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
@@ -54,29 +53,6 @@ _MAX_CALLS = 3  # compared calls of each component: the first, one in the middle
 _MAX_ENCODER_SIZE = 512  # pixels of the image encoder's input
 
 
-class _HalfEngine(TorchEngine):
-    """diffusers' pipeline in float16, also on a CPU; diffusers' warning about that is suppressed."""
-
-    name = "torch fp16"
-
-    def load(self, workload: Workload) -> None:
-        """Load the modules in float16."""
-        import diffusers
-
-        logs: Any = diffusers.utils.logging
-        level = logs.get_verbosity()
-        logs.set_verbosity_error()
-        try:
-            super().load(workload)
-        finally:
-            logs.set_verbosity(level)
-
-    @property
-    def precision(self) -> str:
-        """float16 on every device."""
-        return "float16"
-
-
 def verify_folder(
     folder: Path, original: Path, request: VerificationRequest, on_progress: OnProgress = lambda *_: None
 ) -> Verification:
@@ -94,10 +70,11 @@ def verify_folder(
     if request.prompts == () or request.images < 1:
         found_none = "no prompts" if request.prompts == () else f"{request.images} images"
         raise OptionError(found_none, "at least one", "request at least one")
-    ours = OnnxRuntimeEngine(EngineOptions(folder, request.provider, adapters=request.ip_adapters))
-    options = EngineOptions(original, ours.device, adapters=request.ip_adapters)
-    wide = ReferenceEngine(options)
-    half = None if ours.precision.startswith("float32") else _HalfEngine(options)
+    ours = OptimizedPipeline(folder, request.provider, adapters=request.ip_adapters)
+    wide = DiffusersPipeline(original, ours.device, adapters=request.ip_adapters)
+    half = None
+    if not ours.precision.startswith("float32"):
+        half = DiffusersPipeline(original, ours.device, "float16", adapters=request.ip_adapters)
     if ours.family.name != wide.family.name:
         raise OptionError(
             f"{folder} is of the family {ours.family.name}, {original} of {wide.family.name}",
@@ -154,19 +131,19 @@ def verify_folder(
     return found
 
 
-def _default_prompts(engine: TorchEngine) -> tuple[str, ...]:
+def _default_prompts(source: DiffusersPipeline) -> tuple[str, ...]:
     """Return prompts that the pipeline reads."""
-    choose = default_captions if reads_shape_captions(engine.folder) else default_prompts
-    return choose(engine.family.reads_captions)
+    choose = default_captions if reads_shape_captions(source.folder) else default_prompts
+    return choose(source.family.reads_captions)
 
 
-def _default_guidance(engine: TorchEngine) -> float:
+def _default_guidance(source: DiffusersPipeline) -> float:
     """Return the guidance scale that the pipeline was evaluated with, or the family's."""
-    return GUIDANCE_SCALE if reads_shape_captions(engine.folder) else engine.family.defaults.guidance_scale
+    return GUIDANCE_SCALE if reads_shape_captions(source.folder) else source.family.defaults.guidance_scale
 
 
-def _workload(request: VerificationRequest, guidance_scale: float, ours: OnnxRuntimeEngine, seed: int) -> Workload:
-    config = ours.folder.config(ours.denoiser.name)
+def _workload(request: VerificationRequest, guidance_scale: float, ours: OptimizedPipeline, seed: int) -> Workload:
+    config = ours.folder.config(ours.family.with_role(Role.DENOISER).name)
     vae = ours.folder.config(ours.family.with_role(Role.IMAGE_DECODER).name)
     size = int(config.get("sample_size") or 64) * downsampling_factor(vae)
     return Workload(
@@ -189,13 +166,13 @@ def _timed(found: Verification, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _loaded(engine: Any, workload: Workload) -> Iterator[None]:
-    """Load an engine for the duration of a `with` block. Three pipelines at once would not fit onto a GPU."""
-    engine.load(workload)
+def _loaded(source: DiffusersPipeline | OptimizedPipeline, workload: Workload) -> Iterator[None]:
+    """Load a pipeline for the duration of a `with` block. Three pipelines at once would not fit onto a GPU."""
+    source.load(workload)
     try:
         yield
     finally:
-        engine.unload()
+        source.unload()
 
 
 class _Work:
@@ -212,12 +189,12 @@ class _Work:
         """Add images."""
         self._total += images
 
-    def begin(self, name: str, engine: Any) -> _Draw:
-        """Return a function that generates images of prompts by an engine, without warnings, and reports progress."""
+    def begin(self, name: str, source: DiffusersPipeline | OptimizedPipeline) -> _Draw:
+        """Return a function that generates images of prompts by a pipeline, without warnings, and reports progress."""
 
         def draw(prompts: str | list[str], workload: Workload) -> Sequence[Image]:
             self._on_progress(name, self._done, self._total)
-            images: Sequence[Image] = _quiet(lambda: engine.generate(prompts, workload))
+            images: Sequence[Image] = _quiet(lambda: source.generate(prompts, workload))
             self._done += len(images)
             self._on_progress(name, self._done, self._total)
             return images
@@ -240,15 +217,15 @@ def _quiet(run: Callable[[], Any]) -> Any:
         return run()
 
 
-def _encoding(engine: ReferenceEngine, picture: Image) -> Call:
+def _encoding(source: DiffusersPipeline, picture: Image) -> Call:
     """Return a call of the image encoder, which generating from a prompt does not use."""
     import torch
 
     shown = picture.resize((min(picture.width, _MAX_ENCODER_SIZE), min(picture.height, _MAX_ENCODER_SIZE)))
     values = torch.from_numpy(np.asarray(shown, np.float32) / 127.5 - 1).permute(2, 0, 1)[None].contiguous()
-    spec = engine.family.with_role(Role.IMAGE_ENCODER)
+    spec = source.family.with_role(Role.IMAGE_ENCODER)
     call = Call(spec, (values,), {}, {}, {})
-    return Call(spec, (values,), {}, repeat_call(engine, call), {})
+    return Call(spec, (values,), {}, repeat_call(source, call), {})
 
 
 def _run(path: Path, device: str, feeds: Sequence[Outputs]) -> list[Outputs]:

@@ -18,11 +18,11 @@ from support.preloaded import interpreter
 
 from sdonnx.__main__ import main
 from sdonnx.benchmark.engine import EngineOptions
-from sdonnx.benchmark.engines import ENGINES, OnnxRuntimeEngine, TorchEngine
+from sdonnx.benchmark.engines import OnnxRuntimeEngine, TorchEngine
 from sdonnx.benchmark.measure import SCALES
-from sdonnx.benchmark.workload import Workload
-from sdonnx.errors import FolderError, OptionError
+from sdonnx.errors import FolderError
 from sdonnx.metrics import psnr
+from sdonnx.reference.workload import Workload
 from sdonnx.sample.architecture import ADAPTER_FILES
 
 WORKLOAD = Workload(1, 64, 64, 2, ip_adapter_scale=0.6)
@@ -99,16 +99,6 @@ def test_engines_generate_equal_images(measured: Path, tmp_path: Path) -> None:
         ours.generate("a fox", replace(WORKLOAD, ip_adapter_image=str(picture)))
 
 
-@pytest.mark.parametrize("name", ["onnxruntime-plain", "optimum"])
-def test_rejects_adapters_if_the_engine_does_not_support_them(
-    name: str, measured: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, optimized, adapter = sample_folders(measured)
-    monkeypatch.setattr(ENGINES[name], "require_packages", lambda *_, **__: None)
-    with refused(OptionError, f"--ip_adapter for the engine {name}"):
-        ENGINES[name](EngineOptions(optimized, "cpu", adapters=(adapter,)))
-
-
 def test_rejects_an_adapter_without_its_image_encoder(measured: Path, tmp_path: Path) -> None:
     source, _, adapter = sample_folders(measured)
     copy = tmp_path / "copy.safetensors"
@@ -116,13 +106,6 @@ def test_rejects_an_adapter_without_its_image_encoder(measured: Path, tmp_path: 
     engine = TorchEngine(EngineOptions(source, "cpu", adapters=(str(copy),)))
     with refused(FolderError, "diffusers cannot load", "copy.safetensors", "image_encoder in the same folder"):
         engine.load(WORKLOAD)
-
-
-def test_makes_no_folders_if_no_engine_supports_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    work = tmp_path / "work"
-    assert main(["benchmark", "--arch", "tiny-ip-adapter", "-e", "onnxruntime-plain", "-w", str(work)]) == 2
-    assert "--arch tiny-ip-adapter for the engine onnxruntime-plain" in capsys.readouterr().err
-    assert not work.exists()
 
 
 def test_rejects_folders_exported_with_other_adapters(measured: Path, micro_cpu: Path) -> None:

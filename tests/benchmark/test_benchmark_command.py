@@ -16,24 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.benchmarking import SCRIPT, read_rows, run
+from support.benchmarking import SCRIPT, read_rows
 from support.logged_lines import logged_lines
 from support.micro import write_micro
-from support.pipeline_cache import PipelineCache
 from support.preloaded import interpreter, python
 from support.small_modules import small_unet
 
 import sdonnx
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
-from sdonnx.benchmark.engine import FolderKind, reported_precision
 from sdonnx.benchmark.files import append_row
-from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind
 from sdonnx.benchmark.results import Result, Round
 from sdonnx.benchmark.rivals import parse_rivals
-from sdonnx.benchmark.workload import Workload
 from sdonnx.cli import benchmark as command
 from sdonnx.cli.benchmark import FAILED
 from sdonnx.cli.benchmark_options import compiled_types
@@ -43,6 +38,8 @@ from sdonnx.compiler.compile_options import check_options
 from sdonnx.errors import OutputError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.installation import install_command
+from sdonnx.reference.optimized_pipeline import reported_precision
+from sdonnx.reference.workload import Workload
 from sdonnx.terminal import FAILURE, INTERRUPTED, TERMINATED
 
 
@@ -50,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     return sdonnx_main(["benchmark", *arguments])
 
 
+LAB = Path(__file__).parents[2] / "lab"
+PLAIN = f"{LAB}/plain_engine.py:onnxruntime-plain"
 SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "--warmups", "1")
 
 
@@ -57,28 +56,6 @@ SMALL = ("-r", "cpu", "--height", "64", "-s", "2", "-c", "2", "--rounds", "1", "
 def preloaded_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start in processes that have torch imported already."""
     monkeypatch.setattr(sys, "executable", str(interpreter(tmp_path / "preloaded")))
-
-
-@pytest.mark.weekly
-def test_extra_measurements(nano_cpu: Path, tmp_path: Path) -> None:
-    done = run(
-        tmp_path, "-e", "onnxruntime", "-p", str(nano_cpu), *SMALL[:4],
-        "-s", "3", "-c", "1", "--rounds", "1", "--warmups", "1", "--json", "result.jsonl", "--throughput",
-        "--run_multiple_resolutions", "--profile",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for line in ("time = a * steps + b", "stall, s", "device time per image, ms"):
-        assert line in done.stdout
-    records = [json.loads(line) for line in (tmp_path / "result.jsonl").read_text().splitlines()]
-    kinds = [record["benchmark"] for record in records]
-    assert kinds == ["pipeline", "throughput", "resolutions", "kernels"]
-    _, throughput, resolutions, kernels = records
-    assert [steps for steps, _ in throughput["points"]] == [1, 2, 3]
-    steps, seconds = np.array(throughput["points"]).T
-    slope, offset = np.polyfit(steps, seconds, 1)
-    assert (throughput["line"]["slope"], throughput["line"]["offset"]) == pytest.approx((slope, offset), abs=1e-6)
-    assert len(resolutions["visited"]) == 6
-    assert kernels["milliseconds"]["convolution"] > 0
 
 
 def test_script_runs_in_any_folder_without_torch(micro_cpu: Path, tmp_path: Path) -> None:
@@ -108,7 +85,7 @@ def test_failed_engines_do_not_stop_the_others(
     python.write_text("#!/bin/sh\nkill -9 $$\n")
     python.chmod(0o755)
     status = main([
-        "-e", "optimum", "torch", "onnxruntime", "-p", str(micro_cpu), str(micro), *SMALL,
+        "-e", f"{LAB}/optimum_engine.py:optimum", "torch", "onnxruntime", "-p", str(micro_cpu), str(micro), *SMALL,
         "--python", f"torch={python}", "--csv", str(path), "-w", str(tmp_path / "work"),
     ])  # fmt: skip
     assert status == FAILED
@@ -136,7 +113,7 @@ def test_detects_other_weights(micro_cpu: Path, tmp_path: Path, capfd: pytest.Ca
 def test_interruption_keeps_complete_results(micro_cpu: Path, micro_exported: Path, tmp_path: Path) -> None:
     """Ctrl-C in the second of two workloads: the files contain the first and the complete rows of the second."""
     arguments = [
-        sys.executable, str(SCRIPT), "-e", "onnxruntime", "onnxruntime-plain", "-p", str(micro_cpu),
+        sys.executable, str(SCRIPT), "-e", "onnxruntime", PLAIN, "-p", str(micro_cpu),
         str(micro_exported), *SMALL[:6], "-b", "1", "2", "-c", "2", "--rounds", "1", "--skip_warmup",
         "--report", "report.html",
     ]  # fmt: skip
@@ -184,7 +161,7 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-e", "tensorrt"], "the engine 'tensorrt' is unknown; expected one of onnxruntime, onnxruntime-plain, torch"),
+        (["-e", "tensorrt"], "the engine 'tensorrt' is unknown; expected one of onnxruntime, torch, sdonnx-compile"),
         (["-r", "rocm"], "the provider 'rocm' is unknown; expected one of cuda, cpu"),
         (["-b", "1", "0"], "--batch_size is 0; expected 1 to"),
         (["-s", "1001"], "--steps is 1001; expected 1 to 1000"),
@@ -198,6 +175,9 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--width", "0"], "--width is 0"),
         (["--height", "64", "72", "--width", "64"], "2 heights and 1 widths"),
         (["--strength", "0"], "--strength is 0.0"),
+        (["-e", "optimum"], "the engine 'optimum' is unknown"),
+        (["-e", "nowhere.py:mine"], "nowhere.py cannot be loaded (FileNotFoundError"),
+        (["-e", f"{LAB}/plain_engine.py:mine"], "mine' is unknown; expected one of onnxruntime-plain, bound"),
         (["--input-image", "nowhere.png"], "nowhere.png is not a file"),
         (["--timeout", "0"], "--timeout is 0.0"),
         (["--timeout", "1e11"], "--timeout is 100000000000.0"),
@@ -205,6 +185,7 @@ def failed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failed:
         (["--scheduler", "nosuch"], "nosuch"),
         (["--output-image", "x.docx"], "--output_image x.docx; expected a name such as x.png"),
         (["--input-image", __file__], "cannot be read"),
+        (["--profile", "-r", "cpu"], "--profile on a CPU; expected a GPU"),
         (["--throughput", "-s", "1"], "--throughput with one step"),
         (["--python", "venv/bin/python"], "--python venv/bin/python; expected ENGINE=PYTHON"),
         (["--python", "rocm=python"], "--python rocm=python"),
@@ -253,14 +234,6 @@ def test_rejects_a_missing_pipeline(failed: Failed) -> None:
     assert "--arch sd" not in failed("-v", "mine")
 
 
-def test_rejects_a_missing_folder(failed: Failed) -> None:
-    assert "nowhere does not exist" in failed("-p", "nowhere")
-
-
-def test_rejects_an_unknown_sample(failed: Failed) -> None:
-    assert "sd99" in failed("--arch", "sd99", "-e", "torch", "-w", str(failed.folder))
-
-
 def test_rejects_two_folders_of_one_kind(failed: Failed, micro_cpu: Path) -> None:
     copy = failed.folder / "copy"
     shutil.copytree(micro_cpu, copy, copy_function=os.link)
@@ -283,7 +256,7 @@ def test_rejects_an_engine_without_its_folder(failed: Failed, micro_cpu: Path) -
 
 
 def test_rejects_cuda_without_a_gpu(failed: Failed, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sdonnx.benchmark.memory.first_gpu", lambda: None)
+    monkeypatch.setattr("sdonnx.environment_record.first_gpu", lambda: None)
     assert "CUDA finds no GPU" in failed("-r", "cuda", "-p", str(micro))
 
 
@@ -327,7 +300,7 @@ def test_prints_results_if_writing_fails(
     monkeypatch.setattr(command, "append_row", full)
     assert main(["-p", str(micro_cpu), *SMALL, "--csv", str(tmp_path / "result.csv")]) == FAILURE
     captured = capsys.readouterr()
-    assert "0.1250" in captured.out
+    assert "0.125" in captured.out
     assert captured.err == "error: writing failed (No space left on device); expected space; free some\n"
     assert append_row is not full
 
@@ -351,25 +324,12 @@ def test_interruption_while_writing_the_report(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sdonnx.benchmark.report.write_report", interrupt)
+    monkeypatch.setattr("sdonnx.benchmark.report.report_page.write_report", interrupt)
     monkeypatch.setattr(ComparisonRun, "run", lambda self: None)
     path = tmp_path / "result.csv"
     arguments = ["-p", str(micro_cpu), *SMALL, "--csv", str(path), "--report", str(tmp_path / "report.html")]
     assert main(arguments) == INTERRUPTED
     assert "interrupted while writing the report; the rows are in" in capsys.readouterr().err
-
-
-def test_folder_kinds_and_labels(micro: Path, micro_exported: Path, micro_cpu: Path) -> None:
-    folders = folders_by_kind([micro_cpu, micro_exported, micro])
-    assert folders == {
-        FolderKind.OPTIMIZED: micro_cpu,
-        FolderKind.EXPORTED: micro_exported,
-        FolderKind.DIFFUSERS: micro,
-    }
-    # The label is the name of the diffusers folder.
-    assert default_label(folders, None) == micro.name
-    assert default_label({FolderKind.OPTIMIZED: micro_cpu}, None) == micro_cpu.name
-    assert default_label({}, "sd15") == "sd15"
 
 
 def test_accepts_options_of_onnxruntime_and_onediff(micro_cpu: Path, tmp_path: Path) -> None:
@@ -411,16 +371,6 @@ def test_sizes_in_one_process(
     path = str(tmp_path / "result.csv")
     main(["-p", str(micro_cpu), "-r", "cpu", "--height", "64", "--width", "96", "--csv", path, *arguments])
     assert found == [sizes]
-
-
-def test_sizes_of_a_transformer_are_multiples_of_its_patches(
-    pipelines: PipelineCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(ComparisonRun, "run", lambda self: found.append(self._setup.resolutions))
-    folder, path = str(pipelines.micro("pixart-tiny")), str(tmp_path / "result.csv")
-    main(["-p", folder, "-e", "torch", "-r", "cpu", "--height", "64", "--csv", path, "--run_rare_resolutions"])
-    assert found == [((64, 64), (528, 1040), (544, 416), (416, 208), (208, 1056))]
 
 
 @pytest.mark.usefixtures("preloaded_engines")
@@ -471,20 +421,24 @@ def compiled(*given: str) -> dict[str, Any]:
     return compiled_types(options_of("-e", "sdonnx-compile", *given))
 
 
-def test_options_that_quantize_are_those_of_the_compiler() -> None:
-    config = '{"modules": {"unet:conv_in": "none"}}'
-    assert compiled() == {}
-    assert compiled("--quantize") == {"quant_type": "fp8"}
-    assert compiled("--quantize", "int8_weightonly") == {"quant_type": "int8_weightonly"}
-    assert compiled("--quantize-config", config) == {"quantize_config": config}
-    assert compiled("--quantize", "int8_dynamic", "--export-qdq") == {}
-    assert compiled("-e", "onnxruntime", "--quantize", "--quant-submodules-config-path", "nowhere.json") == {}
+CONFIG = '{"quant_type": "int8_dynamic", "modules": {"unet:conv_in": "none"}}'
 
 
-def test_automatic_quantization_is_a_mode_of_the_compiler() -> None:
-    config = '{"quant_type": "int8_dynamic"}'
-    assert compiled("--quantize", "auto") == {"mode": "O3"}
-    assert compiled("--quantize", "auto", "--quantize-config", config) == {"mode": "O3", "quantize_config": config}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), {}),
+        (("--quantize",), {"quant_type": "fp8"}),
+        (("--quantize", "int8_weightonly"), {"quant_type": "int8_weightonly"}),
+        (("--quantize-config", CONFIG), {"quantize_config": CONFIG}),
+        (("--quantize", "int8_dynamic", "--export-qdq"), {}),  # an option of folders
+        (("-e", "onnxruntime", "--quantize", "--quant-submodules-config-path", "nowhere.json"), {}),
+        (("--quantize", "auto"), {"mode": "O3"}),
+        (("--quantize", "auto", "--quantize-config", CONFIG), {"mode": "O3", "quantize_config": CONFIG}),
+    ],
+)
+def test_options_that_quantize_are_those_of_the_compiler(given: tuple[str, ...], expected: dict[str, str]) -> None:
+    assert compiled(*given) == expected
 
 
 def test_modules_of_a_file_are_a_configuration_of_the_compiler(tmp_path: Path) -> None:
@@ -512,8 +466,3 @@ def test_compiler_quantizes_the_modules_of_a_file(tmp_path: Path) -> None:
     with logged_lines(logging.INFO) as lines:
         sdonnx.compile(small_unet(), options=rival.compiler_config)
     assert "1 weights in int8_weightonly" in next(line for line in lines if line.startswith("quantized in"))
-
-
-def test_sdonnx_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-p", "nowhere"]) == FAILURE
-    assert "nowhere does not exist" in capsys.readouterr().err

@@ -11,12 +11,13 @@ import pytest
 
 from sdonnx.benchmark import compare
 from sdonnx.benchmark.compare import ComparisonRun, ComparisonSetup
-from sdonnx.benchmark.engine import FolderKind
 from sdonnx.benchmark.extra_results import Resolution
-from sdonnx.benchmark.processes import WorkerError
-from sdonnx.benchmark.results import REFERENCE, Comparison, Result, Stages
+from sdonnx.benchmark.processes import WorkerError, make_caches
+from sdonnx.benchmark.results import Comparison, Result, Stages
 from sdonnx.benchmark.rivals import Rival, parse_rivals
-from sdonnx.benchmark.workload import Workload
+from sdonnx.folder.folder_version import FolderKind
+from sdonnx.reference import REFERENCE
+from sdonnx.reference.workload import Workload
 
 FOLDERS = {
     FolderKind.DIFFUSERS: Path("model"),
@@ -24,6 +25,7 @@ FOLDERS = {
     FolderKind.OPTIMIZED: Path("fast"),
 }
 WORKLOAD = Workload(2, 64, 64, 4)
+PLAIN = f"{Path(__file__).parents[2] / 'lab' / 'plain_engine.py'}:onnxruntime-plain"
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3)).astype(np.uint8)
 STAGES = {"text_ms": 1.0, "step_ms": 2.0, "decode_ms": 3.0, "iterations_per_second": 500.0, "denoiser_calls": 4}
 
@@ -46,7 +48,7 @@ class Processes:
         self.options.append(options)
         changed = self.misbehave(engine, count)
         if job["task"] == "start":
-            return {"start": {"first_image_s": 2.5, "pipeline_load_s": 1.5}}
+            return {"start": [2.5, 1.5]}
         if job["task"] == "throughput":
             return {"points": [[1, 0.3], [2, 0.4], [4, 0.6]]}
         if job["task"] == "resolutions":
@@ -126,24 +128,21 @@ def test_order_changes_in_each_round_and_is_reproducible(processes: Processes) -
     assert all(second == first[::-1] for first, second in zip(orders[::2], orders[1::2], strict=True))
     assert len({tuple(order) for order in orders}) > 2
     ran = [processes.title(job) for job in processes.jobs]
-    assert ran[0] == "reference reference"
+    assert ran[0] == " reference"
     run_comparison(setup(rounds=6))
     assert [processes.title(job) for job in processes.jobs[len(ran) :]] == ran
 
 
 def test_each_engine_reads_its_kind_of_folder(processes: Processes) -> None:
-    run_comparison(
-        setup("onnxruntime", "onnxruntime-plain", "torch", io_binding=True, pythons={"torch": "other"}, timeout_s=9)
-    )
+    run_comparison(setup("onnxruntime", PLAIN, "torch", pythons={"torch": "other"}, timeout_s=9))
     folders = {job["engine"]: job["options"]["folder"] for job in processes.jobs}
-    assert folders == {"reference": "model", "onnxruntime": "fast", "onnxruntime-plain": "onnx", "torch": "model"}
-    assert {job["options"]["io_binding"] for job in processes.jobs if job["task"] == "round"} == {True}
+    assert folders == {"": "model", "onnxruntime": "fast", PLAIN: "onnx", "torch": "model"}
     pythons = {job["engine"]: options["python"] for job, options in zip(processes.jobs, processes.options, strict=True)}
-    assert pythons == {"reference": None, "onnxruntime": None, "onnxruntime-plain": None, "torch": "other"}
+    assert pythons == {"": None, "onnxruntime": None, PLAIN: None, "torch": "other"}
     # The reference has no time limit.
     ran = zip(processes.jobs, processes.options, strict=True)
     timeouts = {job["engine"]: options["timeout_s"] for job, options in ran}
-    assert timeouts == {"reference": None, "onnxruntime": 9, "onnxruntime-plain": 9, "torch": 9}
+    assert timeouts == {"": None, "onnxruntime": 9, PLAIN: 9, "torch": 9}
 
 
 def test_compilers_start_with_an_empty_and_then_with_a_filled_cache(processes: Processes) -> None:
@@ -191,6 +190,7 @@ def test_caches_belong_to_an_engine_and_a_workload(
     def note(engine: str, count: int) -> None:
         scratch = processes.options[-1]["scratch"]
         own = scratch / "sdonnx_cache"
+        make_caches(scratch)
         contents.append((engine, scratch, sorted(path.name for path in own.iterdir())))
         (own / f"graph-{len(contents)}").touch()
 
@@ -224,10 +224,10 @@ def test_a_failed_engine_has_a_row_and_the_others_continue(processes: Processes)
 
 
 def test_unusable_engines_have_rows_and_do_not_run(processes: Processes) -> None:
-    chosen = setup("onnxruntime", "optimum")
-    comparison, _ = run_comparison(chosen, {chosen.rivals[1]: "the engine optimum without its packages"})
-    assert [result.failure for result in comparison.results] == [None, "the engine optimum without its packages"]
-    assert "optimum" not in {job["engine"] for job in processes.jobs}
+    chosen = setup("onnxruntime", PLAIN)
+    comparison, _ = run_comparison(chosen, {chosen.rivals[1]: "no packages"})
+    assert [result.failure for result in comparison.results] == [None, "no packages"]
+    assert PLAIN not in {job["engine"] for job in processes.jobs}
     assert comparison.results[1].summary is None
 
 
@@ -259,7 +259,7 @@ def test_detects_other_images_in_one_of_two_rounds(processes: Processes) -> None
 
 def test_keeps_rows_if_the_reference_fails(processes: Processes) -> None:
     def fail(engine: str, count: int) -> None:
-        if engine == "reference reference":
+        if engine == " reference":
             raise WorkerError("out of memory")
 
     processes.misbehave = fail
@@ -271,18 +271,14 @@ def test_keeps_rows_if_the_reference_fails(processes: Processes) -> None:
     assert comparison.failed
 
 
-def test_reports_images_that_change_between_runs(processes: Processes) -> None:
-    processes.changed = {"fault": "run 3 generated another image"}
+def test_faults_of_a_process_are_in_the_row(processes: Processes) -> None:
+    processes.changed = {"fault": "run 3 generated another image", "unstaged": "no events here"}
     comparison, _ = run_comparison(setup("torch"))
-    assert comparison.results[0].failure == "run 3 generated another image"
-
-
-def test_keeps_rounds_if_stages_fail(processes: Processes) -> None:
-    processes.changed = {"unstaged": "no events here"}
-    comparison, _ = run_comparison(setup("torch"))
-    assert comparison.results[0].rounds
-    assert "stages not measured: no events here" in comparison.results[0].remarks
-    assert not comparison.failed
+    (result,) = comparison.results
+    assert result.failure == "run 3 generated another image"
+    # Missing stages are a remark, and the rounds are kept.
+    assert result.rounds
+    assert "stages not measured: no events here" in result.remarks
 
 
 def test_does_not_compare_images_without_a_diffusers_folder(processes: Processes) -> None:

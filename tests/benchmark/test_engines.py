@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import shutil
-import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,27 +17,20 @@ import torch._inductor.config as inductor
 from PIL import Image
 from support.logged_lines import logged_lines
 from support.pipelines import refused
-from support.weekly_cases import weekly
 
-from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind, folder_kind
+from sdonnx.benchmark.engine import Engine, EngineOptions
 from sdonnx.benchmark.engines import (
-    ENGINES,
     OnnxRuntimeEngine,
-    OptimumEngine,
-    PlainOnnxRuntimeEngine,
-    ReferenceEngine,
     SdonnxCompileEngine,
     TorchEngine,
 )
-from sdonnx.benchmark.engines.patching import patched
 from sdonnx.benchmark.measure import measure_resolutions, measure_throughput
-from sdonnx.benchmark.operator_times import IDLE
-from sdonnx.benchmark.workload import Workload
 from sdonnx.compiler.compile_module import CompiledModule
-from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.folder_version import FolderKind
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.metrics import psnr
-from sdonnx.verify.verifier import _HalfEngine
+from sdonnx.reference.workload import Workload
 
 WORKLOAD = Workload(batch_size=2, height=64, width=64, steps=3, seed=5)
 
@@ -67,13 +57,10 @@ def engines(folders: dict[FolderKind, Path]) -> dict[str, Engine]:
     """All engines that can be loaded in one process."""
     kinds: tuple[type[Engine], ...] = (
         OnnxRuntimeEngine,
-        PlainOnnxRuntimeEngine,
         TorchEngine,
-        ReferenceEngine,
         SdonnxCompileEngine,
     )
     ready = {kind.name: made(kind, folders) for kind in kinds}
-    ready["bound"] = made(PlainOnnxRuntimeEngine, folders, io_binding=True)
     for engine in ready.values():
         engine.load(WORKLOAD)
     return ready
@@ -90,7 +77,7 @@ def expected(engines: dict[str, Engine]) -> Pixels:
     return pixels(engines["torch"].generate(PROMPTS[0], WORKLOAD))
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "sdonnx-compile", "reference"])
+@pytest.mark.parametrize("name", ["onnxruntime", "sdonnx-compile"])
 def test_engines_generate_equal_images(name: str, engines: dict[str, Engine], expected: Pixels) -> None:
     images = pixels(engines[name].generate(PROMPTS[0], WORKLOAD))
     assert images.shape == (2, 64, 64, 3)
@@ -98,7 +85,7 @@ def test_engines_generate_equal_images(name: str, engines: dict[str, Engine], ex
     assert psnr(pixels(engines[name].generate(PROMPTS[1], WORKLOAD)), expected) < 40
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "sdonnx-compile"])
+@pytest.mark.parametrize("name", ["onnxruntime", "sdonnx-compile"])
 @pytest.mark.parametrize(
     "options",
     [{"guidance_scale": 1.0}, {"negative_prompt": "blurred"}, {"height": 72, "width": 48}, {"batch_size": 1}],
@@ -116,48 +103,16 @@ def test_engines_generate_equal_images_with_other_options(
 
 # diffusers converts torch tensors to numpy in a deprecated way.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine])
 @pytest.mark.parametrize("scheduler", ["euler", "UniPCMultistepScheduler"])
-def test_engines_use_the_same_sampler(kind: type[Engine], scheduler: str, folders: dict[FolderKind, Path]) -> None:
+def test_engines_use_the_same_sampler(scheduler: str, folders: dict[FolderKind, Path]) -> None:
     workload = Workload(1, 64, 64, 3, scheduler=scheduler)
     images = []
-    for each in (kind, TorchEngine):
+    for each in (OnnxRuntimeEngine, TorchEngine):
         engine = made(each, folders)
         engine.load(workload)
         assert engine.scheduler == ("EulerDiscreteScheduler" if scheduler == "euler" else scheduler)
         images.append(pixels(engine.generate(PROMPTS[0], workload)))
     assert psnr(*images) >= 50
-
-
-# diffusers' AutoPipeline imports all pipelines; one that needs sentencepiece uses torch.jit.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("started", [False, True], ids=["from noise", "from an image"])
-def test_half_precision_has_the_same_noise(
-    started: bool, folders: dict[FolderKind, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Includes samplers that sample noise in each step. Before torch 2.13 the random stream differs in float16."""
-    from diffusers.schedulers import scheduling_euler_ancestral_discrete
-
-    module: Any = scheduling_euler_ancestral_discrete
-    sample: Any = module.randn_tensor
-    types: list[torch.dtype] = []
-
-    def recorded(*shape: Any, dtype: torch.dtype, **options: Any) -> Any:
-        types.append(dtype)
-        return sample(*shape, dtype=dtype, **options)
-
-    monkeypatch.setattr(module, "randn_tensor", recorded)
-    path = tmp_path / "start.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)).save(path)
-    workload = Workload(1, 64, 64, 4, scheduler="euler_a", image=str(path) if started else None)
-    images = []
-    for kind in (TorchEngine, _HalfEngine):
-        engine = made(kind, folders)
-        engine.load(workload)
-        images.append(pixels(engine.generate(PROMPTS[0], workload)))
-    assert set(types) == {torch.float32}
-    assert psnr(*images) >= 45
 
 
 # diffusers' AutoPipeline imports all pipelines; one that needs sentencepiece uses torch.jit.
@@ -174,15 +129,12 @@ def test_image_to_image(folders: dict[FolderKind, Path], tmp_path: Path) -> None
         assert engine.stages(PROMPTS[0], workload).denoiser_calls == 2
     assert images[0].shape == (1, 64, 72, 3)
     assert min(psnr(each, images[-1]) for each in images[:-1]) >= 50
-    plain = made(PlainOnnxRuntimeEngine, folders)
-    with refused(OptionError, "--input-image for the engine onnxruntime-plain"):
-        plain.load(workload)
     path.write_text("no image")
     with refused(FolderError, "cannot be read as an image"):
         engine.generate(PROMPTS[0], workload)
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime-plain", "bound", "torch", "reference", "sdonnx-compile"])
+@pytest.mark.parametrize("name", ["onnxruntime", "torch", "sdonnx-compile"])
 def test_stages_are_most_of_a_run(name: str, engines: dict[str, Engine]) -> None:
     import time
 
@@ -201,23 +153,23 @@ def test_stages_are_most_of_a_run(name: str, engines: dict[str, Engine]) -> None
 
 
 def test_measuring_stages_restores_the_pipeline(engines: dict[str, Engine], expected: Pixels) -> None:
-    unet = engines["torch"]._pipeline.unet  # type: ignore[attr-defined]
+    unet = engines["torch"]._source.pipeline.unet  # type: ignore[attr-defined]
     engines["torch"].stages(PROMPTS[0], WORKLOAD)
     assert "forward" not in vars(unet)
-    assert "decode" not in vars(engines["torch"]._pipeline.vae)  # type: ignore[attr-defined]
-    assert engines["onnxruntime"]._pipeline._graphs.observer is None  # type: ignore[attr-defined]
+    assert "decode" not in vars(engines["torch"]._source.pipeline.vae)  # type: ignore[attr-defined]
+    assert engines["onnxruntime"]._source.pipeline._graphs.observer is None  # type: ignore[attr-defined]
     assert psnr(pixels(engines["torch"].generate(PROMPTS[0], WORKLOAD)), expected) > 90
 
 
 def test_measuring_stages_compiles_nothing_again(engines: dict[str, Engine], expected: Pixels) -> None:
     """And torch computes none of the calls."""
     engine: Any = engines["sdonnx-compile"]
-    assert isinstance(engine._pipeline.unet, CompiledModule)
-    before = type(engine._pipeline.vae).decode
+    assert isinstance(engine._source.pipeline.unet, CompiledModule)
+    before = type(engine._source.pipeline.vae).decode
     with logged_lines(logging.DEBUG) as lines:
         engine.stages(PROMPTS[0], WORKLOAD)
     assert lines == []
-    assert type(engine._pipeline.vae).decode is before
+    assert type(engine._source.pipeline.vae).decode is before
     assert psnr(pixels(engine.generate(PROMPTS[0], WORKLOAD)), expected) >= 50
 
 
@@ -225,7 +177,7 @@ def test_load_of_diffusers_pipeline_is_measured_without_compilation(
     engines: dict[str, Engine], folders: dict[FolderKind, Path]
 ) -> None:
     known = {name for name, engine in engines.items() if engine.pipeline_load_s}
-    assert known == {"torch", "reference", "sdonnx-compile"}
+    assert known == {"torch", "sdonnx-compile"}
     compiled = made(SdonnxCompileEngine, folders)
     with mock.patch("sdonnx.compiler.compile_pipe.compile_pipe", side_effect=lambda pipe, **options: time.sleep(2)):
         start = time.perf_counter()
@@ -253,42 +205,6 @@ def test_memory_of_a_compiled_pipeline_is_not_that_of_torch(
     assert (engines["torch"].allocator_bytes(), engines["sdonnx-compile"].allocator_bytes()) == (77, None)
 
 
-def test_profiling_a_compiled_pipeline_needs_a_gpu(engines: dict[str, Engine]) -> None:
-    with refused(OptionError, "--profile for the engine sdonnx-compile on a CPU"):
-        engines["sdonnx-compile"].kernels(PROMPTS[0], WORKLOAD)
-
-
-def test_patched_restores_the_attribute() -> None:
-    class Owner:
-        def call(self) -> int:
-            return 1
-
-    owner = Owner()
-    with patched(owner, "call", lambda before: lambda: before() + 1):
-        assert owner.call() == 2
-    assert (owner.call(), vars(owner)) == (1, {})
-    with patched(Owner, "call", lambda before: lambda self: before(self) + 2):
-        assert owner.call() == 3
-    assert (owner.call(), vars(owner)) == (1, {})
-    vars(owner)["call"] = own = lambda: 5
-    with patched(owner, "call", lambda before: lambda: 6):
-        assert owner.call() == 6
-    assert owner.call is own
-
-
-@pytest.mark.parametrize("name", weekly(["onnxruntime", "onnxruntime-plain", "torch"], "torch"))
-def test_kernels_on_a_cpu(name: str, wide: dict[FolderKind, Path]) -> None:
-    engine = made(ENGINES[name], wide)
-    engine.load(WORKLOAD)
-    milliseconds, launches, source = engine.kernels(PROMPTS[0], WORKLOAD)
-    assert {"convolution", "matrix product", "attention", "normalization", IDLE} <= set(milliseconds)
-    # In every engine, convolutions and matrix products take more than half of the time.
-    busy = sum(milliseconds.values()) - milliseconds[IDLE]
-    assert milliseconds["convolution"] + milliseconds["matrix product"] > 0.5 * busy > 0
-    assert launches > 500
-    assert ("torch" in source) == (name == "torch")
-
-
 def test_extra_measurements_of_torch(folders: dict[FolderKind, Path]) -> None:
     """The command is tested with engines that start their processes without torch."""
     engine, prompt = made(TorchEngine, folders), PROMPTS[0]
@@ -299,58 +215,6 @@ def test_extra_measurements_of_torch(folders: dict[FolderKind, Path]) -> None:
     sizes = [(64, 64), (72, 48)]
     visited = measure_resolutions(engine, workload, prompt, sizes, lambda text: None)
     assert [(at.height, at.width) for at in visited] == sizes
-
-
-def test_flops_match_the_layers(engines: dict[str, Engine]) -> None:
-    """The operations are counted by hand from the shapes of convolutions, linear layers and attention."""
-    reference = engines["reference"]
-    assert isinstance(reference, ReferenceEngine)
-    counted = 0
-
-    def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
-        nonlocal counted
-        if output.is_meta:
-            return  # the copy that FlopCounterMode counts
-        # One multiplication and one addition for each weight and each position.
-        places = output.numel() // output.shape[1 if isinstance(module, torch.nn.Conv2d) else -1]
-        counted += 2 * module.weight.numel() * places
-
-    attended: list[tuple[int, int, int, int]] = []
-
-    def attend(module: Any, inputs: Any, options: Any, output: torch.Tensor) -> None:
-        hidden, text = inputs[0], options.get("encoder_hidden_states")
-        keys = (hidden if text is None else text).shape[1]
-        if output.is_meta:
-            return
-        attended.append((*hidden.shape[:2], keys, module.to_q.weight.shape[0]))
-
-    unet = reference._pipeline.unet
-    hooks = [
-        module.register_forward_hook(attend, with_kwargs=True)
-        for name, module in unet.named_modules()
-        if name.endswith((".attn1", ".attn2"))
-    ]
-    hooks += [
-        module.register_forward_hook(count)
-        for module in unet.modules()
-        if isinstance(module, torch.nn.Conv2d | torch.nn.Linear)
-    ]
-    images, flops = reference.generate_and_count_flops(PROMPTS[0], WORKLOAD)
-    for hook in hooks:
-        hook.remove()
-    assert len(images) == 2
-    # Two products (queries with keys, weights with values) of two operations. The denoiser was called 4 times.
-    attention = sum(2 * 2 * batch * queries * keys * width for batch, queries, keys, width in attended)
-    assert flops == (counted + attention) / 4
-    assert "forward" not in vars(unet)
-
-
-def test_matrix_rates(engines: dict[str, Engine]) -> None:
-    reference = engines["reference"]
-    assert isinstance(reference, ReferenceEngine)
-    (name, rate), *others = reference.matrix_rates().items()
-    assert (name, others) == ("float32", [])
-    assert 1e9 < rate < 1e14
 
 
 def test_compilation_settings(
@@ -371,7 +235,7 @@ def test_compilation_settings(
     engine.load(WORKLOAD)
     options = {"mode": "max-autotune", "fullgraph": True, "dynamic": True}
     assert compiled == [("UNet2DConditionModel", options), ("decode", options)]
-    unet = engine._pipeline.unet  # type: ignore[attr-defined]
+    unet = engine._source.pipeline.unet  # type: ignore[attr-defined]
     assert unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
     assert unet.mid_block.attentions[0].transformer_blocks[0].attn1.fused_projections
     assert engine.provider == "cpu compile max-autotune"
@@ -387,7 +251,7 @@ def test_copies_predictions_that_a_replay_overwrites(
     monkeypatch.setattr(torch, "compile", lambda target, **_: target)
     engine = made(TorchEngine, folders, compile_mode=mode)
     engine.load(Workload(1, 64, 64, 3, guidance_scale=guidance))
-    scheduler = engine._pipeline.scheduler  # type: ignore[attr-defined]
+    scheduler = engine._source.pipeline.scheduler  # type: ignore[attr-defined]
     assert ("step" in vars(scheduler)) == cloned
     scheduler.set_timesteps(3)
     prediction = torch.ones(1, 4, 8, 8)
@@ -426,34 +290,15 @@ def test_enables_xformers(folders: dict[FolderKind, Path], monkeypatch: pytest.M
     assert enabled == [True]
 
 
-def test_out_of_memory_error_of_torch_is_one_line(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated ...")
-
-    monkeypatch.setattr(engines["torch"]._pipeline.unet, "forward", fail)  # type: ignore[attr-defined]
-    with refused(DeviceMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB;"):
-        engines["torch"].generate(PROMPTS[0], WORKLOAD)
-
-
 # Folders and packages
 
 
-def test_folder_kind(folders: dict[FolderKind, Path]) -> None:
-    for kind, path in folders.items():
-        assert folder_kind(path) is kind
-
-
-@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, PlainOnnxRuntimeEngine, TorchEngine])
+@pytest.mark.parametrize("kind", [OnnxRuntimeEngine, TorchEngine])
 def test_rejects_a_folder_of_another_kind(kind: type[Engine], folders: dict[FolderKind, Path]) -> None:
     for other, path in folders.items():
         if other is not kind.reads:
             with refused(FolderError, f"{path} is {other}; expected {kind.reads} for the engine {kind.name}"):
                 kind(EngineOptions(path, "cpu"))
-
-
-def test_rejects_a_folder_for_another_provider(folders: dict[FolderKind, Path]) -> None:
-    with refused(ProviderError, "was optimized for cpu; expected a folder for cuda"):
-        OnnxRuntimeEngine(EngineOptions(folders[FolderKind.OPTIMIZED], "cuda"))
 
 
 @pytest.mark.parametrize("kind", [OnnxRuntimeEngine, TorchEngine])
@@ -462,83 +307,10 @@ def test_rejects_a_folder_without_a_safety_checker(kind: type[Engine], folders: 
         made(kind, folders, safety_checker=True)
 
 
-def test_default_providers(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert OnnxRuntimeEngine(EngineOptions(folders[FolderKind.OPTIMIZED])).device == "cpu"
-    assert PlainOnnxRuntimeEngine(EngineOptions(folders[FolderKind.EXPORTED])).device == "cpu"
-    for gpu, device in ((None, "cpu"), ("GPU-1", "cuda")):
-        monkeypatch.setattr("sdonnx.benchmark.engines.pytorch.first_gpu", lambda gpu=gpu: gpu)
-        assert TorchEngine(EngineOptions(folders[FolderKind.DIFFUSERS])).device == device
-
-
-def test_rejects_an_incomplete_diffusers_folder(folders: dict[FolderKind, Path], tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    weights = "diffusion_pytorch_model.safetensors"
-    shutil.copytree(folders[FolderKind.DIFFUSERS], broken, ignore=shutil.ignore_patterns(weights))
-    engine = TorchEngine(EngineOptions(broken, "cpu"))
-    with refused(FolderError, f"diffusers cannot load {broken}"):
-        engine.load(WORKLOAD)
-
-
-@pytest.mark.parametrize("kind", [TorchEngine, OptimumEngine])
+@pytest.mark.parametrize("kind", [TorchEngine, OnnxRuntimeEngine])
 def test_rejects_missing_packages(
     kind: type[Engine], folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kind, "modules", (*kind.modules, "no_such_package", "no_such.package"))
     with refused(OptionError, f"the engine {kind.name} without ", "no_such_package, no_such.package", "pip install"):
         made(kind, folders)
-
-
-class OptimumsPart:
-    """Simulates optimum's wrapper of a session."""
-
-    def __init__(self) -> None:
-        self.dtype, self.use_io_binding = torch.float32, True
-
-    def forward(self) -> None:
-        """Do nothing."""
-
-
-class OptimumsPipeline:
-    """Simulates optimum's pipelines and records every call."""
-
-    calls: list[dict[str, Any]] = []  # noqa: RUF012  shared by all instances
-
-    def __init__(self) -> None:
-        self.unet, self.vae, self.text_encoder = OptimumsPart(), types.SimpleNamespace(), OptimumsPart()
-        self.vae.config = types.SimpleNamespace(latent_channels=4)
-        self.vae_scale_factor, self.device, self.provider = 8, "cpu", "CPUExecutionProvider"
-        self.parts = [self.unet, self.text_encoder]
-        self.scheduler = types.SimpleNamespace(config={"_class_name": "PNDMScheduler", "num_train_timesteps": 1000})
-
-    @classmethod
-    def from_pretrained(cls, folder: Path, **options: Any) -> OptimumsPipeline:
-        cls.calls.append({"folder": folder} | options)
-        return cls()
-
-    def set_progress_bar_config(self, **options: Any) -> None:
-        assert options == {"disable": True}
-
-    def __call__(self, prompt: str, **options: Any) -> Any:
-        self.calls.append({"prompt": prompt, "bound": self.unet.use_io_binding} | options)
-        return types.SimpleNamespace(images=["image"] * options["num_images_per_prompt"])
-
-
-def test_calls_of_optimum(folders: dict[FolderKind, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """optimum cannot be installed together with the required transformers, so its pipeline is simulated."""
-    quiet = types.SimpleNamespace(set_verbosity_error=lambda: None)
-    library = types.SimpleNamespace(ORTPipelineForText2Image=OptimumsPipeline)
-    monkeypatch.setitem(sys.modules, "optimum.onnxruntime", library)
-    monkeypatch.setitem(sys.modules, "optimum.utils.logging", quiet)
-    monkeypatch.setattr(OptimumEngine, "modules", ())
-    OptimumsPipeline.calls.clear()
-    engine = made(OptimumEngine, folders)
-    engine.load(Workload(scheduler="euler"))
-    loaded, workload = OptimumsPipeline.calls.pop(), Workload(2, 64, 48, 3, seed=5)
-    assert (loaded["folder"], loaded["provider"]) == (folders[FolderKind.EXPORTED], "CPUExecutionProvider")
-    assert engine.scheduler == "EulerDiscreteScheduler"
-    assert engine.precision == "float32"
-    assert engine.generate("a fox", workload) == ["image"] * 2
-    call = OptimumsPipeline.calls.pop()
-    noise = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(call["latents"], noise)
-    assert (call["num_inference_steps"], call["guidance_scale"]) == (3, 7.5)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support.benchmarking import read_rows
 from support.pipelines import refused
 
-from sdonnx.benchmark.extra_results import Throughput
 from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
-from sdonnx.benchmark.record import COLUMNS, csv_row, environment, git_commit, measurement_record, result_record
-from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages, plain
-from sdonnx.benchmark.statistics import LineFit
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.record import COLUMNS, csv_row, result_record
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages
 from sdonnx.errors import OutputError
+from sdonnx.reference.workload import Workload
 
 # ONNX Runtime's README for Stable Diffusion, the header of its benchmark_result.csv.
 THEIR_COLUMNS = (
@@ -62,7 +56,7 @@ def result(**changes: Any) -> Result:
 
 
 def test_csv_row() -> None:
-    row = csv_row(result(), "sd15", 3, 5, ENVIRONMENT)
+    row = csv_row(result(), Comparison("", ENVIRONMENT, model="sd15"), 3, 5)
     assert ",".join(row) == HEADER
     assert HEADER.startswith(THEIR_COLUMNS)
     assert row == {
@@ -123,7 +117,7 @@ def test_csv_row() -> None:
 
 def test_csv_row_without_optional_values() -> None:
     nothing = {"machine": {"gpu": None}, "git": {"commit": None}}
-    row = csv_row(result(stages=None, agreement=None, flops=None, failure="black"), "sd15", 1, 1, nothing)
+    row = csv_row(result(stages=None, agreement=None, flops=None, failure="black"), Comparison("", nothing), 1, 1)
     empty = [name for name, value in row.items() if value is None]
     assert empty == [
         "iterations_per_second", "text_ms", "step_ms", "decode_ms", "cached_first_image_s", "cached_pipeline_load_s",
@@ -136,7 +130,7 @@ def test_csv_row_without_optional_values() -> None:
 def test_result_record() -> None:
     comparison = Comparison("benchmark.py -e torch", {"packages": {"torch": "2.13.0"}})
     made = result()
-    row = csv_row(made, "sd15", 1, 2, ENVIRONMENT)
+    row = csv_row(made, Comparison("", ENVIRONMENT, model="sd15"), 1, 2)
     record = json.loads(json.dumps(result_record(made, ["a fox"], row, comparison), allow_nan=False))
     assert record["row"] == row
     assert (record["benchmark"], record["command"]) == ("pipeline", "benchmark.py -e torch")
@@ -148,52 +142,6 @@ def test_result_record() -> None:
     assert record["summary"]["median_s"] == 1.5
     assert record["agreement"]["psnr_db"] == pytest.approx(61.234567)
     assert record["time"]
-
-
-def test_measurement_record() -> None:
-    fitted = Throughput("torch", Workload(), ((1, 0.5), (2, 0.6)), LineFit(0.1, 0.4, 1.0))
-    record = json.loads(json.dumps(measurement_record(fitted, Comparison("known", {}))))
-    assert (record["benchmark"], record["points"]) == ("throughput", [[1, 0.5], [2, 0.6]])
-    assert record["line"] == {"slope": 0.1, "offset": 0.4, "r_squared": 1.0}
-
-
-def test_plain() -> None:
-    assert plain(Result("a", Workload(1, 8, 8)))["workload"]["height"] == 8
-    assert plain({"a": (1, LineFit(1, 2, 3))}) == {"a": [1, {"slope": 1, "offset": 2, "r_squared": 3}]}
-
-
-def test_environment_contains_versions_and_machine() -> None:
-    found = environment()
-    versions = found["packages"]
-    assert versions["python"] == platform.python_version()
-    for name in ("torch", "diffusers", "onnxruntime", "numpy", "transformers", "jinja2"):
-        assert versions[name] == importlib.metadata.version(name)
-    assert versions["sdonnx"]
-    assert versions["xformers"] is None
-    assert found["machine"]["cpu"]
-    assert found["machine"]["cpus"] == len(psutil.Process().cpu_affinity() or ())
-
-
-def test_commit_from_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SDONNX_COMMIT", "abc")
-    assert environment()["git"] == {"commit": "abc"}
-
-
-def test_commit_of_a_checkout(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        command = ["git", "-C", str(tmp_path), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    assert git_commit(tmp_path) is None
-    git("init")
-    (tmp_path / "file").write_text("1")
-    git("add", "file")
-    git("commit", "-m", "first")
-    head = git("rev-parse", "HEAD")
-    assert git_commit(tmp_path) == {"commit": head, "changed": False}
-    (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path) == {"commit": head, "changed": True}
 
 
 # Files
@@ -230,26 +178,20 @@ def test_rejects_a_file_with_other_columns(content: str, tmp_path: Path) -> None
     with refused(OutputError, str(path)):
         append_row(path, row())
     with refused(OutputError, str(path)):
-        check_csv(path)
+        check_csv(path, COLUMNS)
     assert path.read_text() == content
 
 
 def test_json_records_are_lines(tmp_path: Path) -> None:
+    """NaN and infinity become null, and undecodable bytes are escaped."""
     path = tmp_path / "result.jsonl"
     append_json(path, {"a": "é\n"})
-    append_json(path, {"b": None})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": "é\n"}, {"b": None}]
-
-
-def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
-    path = tmp_path / "result.jsonl"
     append_json(path, {"a": float("nan"), "b": [1.5, (float("inf"), "x")]})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"a": None, "b": [1.5, [None, "x"]]}
-
-
-def test_undecodable_bytes_are_escaped(tmp_path: Path) -> None:
-    append_json(tmp_path / "result.jsonl", {"a": os.fsdecode(b"\xff")})
-    assert (tmp_path / "result.jsonl").read_bytes() == b'{"a": "\\udcff"}\n'
+    append_json(path, {"a": os.fsdecode(b"\xff")})
+    lines = path.read_bytes().splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in lines[:2]]
+    assert found == [{"a": "é\n"}, {"a": None, "b": [1.5, [None, "x"]]}]
+    assert lines[2] == b'{"a": "\\udcff"}'
 
 
 def test_rejects_paths_that_are_not_writable(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sdonnx.benchmark import measure
 from sdonnx.benchmark import memory as memory_module
 from sdonnx.benchmark.extra_results import Resolution
 from sdonnx.benchmark.measure import (
@@ -36,13 +37,11 @@ from sdonnx.benchmark.memory import (
     PeakMemory,
     ResidentMemory,
     clock_mhz,
-    first_gpu,
     host_peak_bytes,
     memory_source,
-    open_gpu,
 )
-from sdonnx.benchmark.results import Start
-from sdonnx.benchmark.workload import Workload
+from sdonnx.environment_record import first_gpu, open_gpu
+from sdonnx.reference.workload import Workload
 
 WORKLOAD = Workload(2, 64, 64, 3, 5)
 
@@ -77,9 +76,6 @@ class Scripted:
 
     def allocator_bytes(self) -> int:
         return 77
-
-    def kernels(self, prompt: str, workload: Workload) -> str:
-        return f"kernels after {len(self.prompts)}"
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int, int], list[float]]) -> Any:
@@ -133,11 +129,6 @@ def test_step_counts(maximum: int, counts: list[int]) -> None:
     assert step_counts(maximum) == counts
 
 
-def test_step_counts_reject_one_step() -> None:
-    with pytest.raises(ValueError, match="1 steps are too few"):
-        step_counts(1)
-
-
 def test_throughput_is_the_median_after_a_warm_up_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: dict[tuple[int, int, int], list[float]] = {
         (64, 64, steps): [90, steps, steps + 5, steps] for steps in (1, 2)
@@ -147,7 +138,9 @@ def test_throughput_is_the_median_after_a_warm_up_run(monkeypatch: pytest.Monkey
     assert points == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_visited_sizes() -> None:
+def test_sizes_in_one_process() -> None:
+    # A transformer has patches of two latents.
+    assert rare_sizes(16) == [(528, 1040), (544, 416), (416, 208), (208, 1056)]
     sizes = visited_sizes(Workload(height=512, width=512), 8)
     assert sizes == [(512, 512), (384, 512), (512, 384), (640, 512), (256, 512), (640, 640)]
     small = visited_sizes(Workload(height=8, width=16), 8)
@@ -156,15 +149,9 @@ def test_visited_sizes() -> None:
     assert all(height % 8 == width % 8 == 0 < min(height, width) for height, width in small)
 
 
-def test_rare_sizes() -> None:
-    assert rare_sizes(8) == [(520, 1032), (544, 408), (408, 208), (208, 1048)]
-    # A transformer with patches of two latents.
-    assert rare_sizes(16) == [(528, 1040), (544, 416), (416, 208), (208, 1056)]
-
-
 def test_start_is_loading_and_the_first_image(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [3, 1]})
-    assert measure_start(engine, WORKLOAD) == Start(4 + 3, 0.5)
+    assert measure_start(engine, WORKLOAD) == (4 + 3, 0.5)
     assert engine.prompts == ["warm up"]
 
 
@@ -202,8 +189,11 @@ def test_adapter_scales_change_at_the_first_size(monkeypatch: pytest.MonkeyPatch
 
 def test_kernels_are_measured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scripted(monkeypatch, {(64, 64, 3): [1]})
-    found: object = measure_kernels(engine, WORKLOAD, "a")
-    assert found == "kernels after 3"
+    kernels = [("Memcpy", 3000.0, 3500.0), ("a_gemm", 0.0, 1000.0)]
+    monkeypatch.setattr(measure, "trace_kernels", lambda generate: (generate(), kernels)[1])
+    milliseconds, launches, _ = measure_kernels(engine, WORKLOAD, "a")
+    assert (milliseconds, launches) == ({"matrix product": 1.0, "copies": 0.5, "idle": 2.0}, 2)
+    assert engine.prompts == ["a"] * 4
 
 
 # Memory
@@ -212,7 +202,7 @@ def test_kernels_are_measured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch)
 def test_peak_includes_released_memory() -> None:
     source, size = ResidentMemory(), 128 * 2**20
     before = source.bytes_used()
-    with PeakMemory(source, interval_s=0.001) as memory, mmap.mmap(-1, size) as block:
+    with PeakMemory(source) as memory, mmap.mmap(-1, size) as block:
         block[:] = bytes([1]) * size
         deadline = time.monotonic() + 10
         while memory.peak_bytes < before + size // 2 and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ from sdonnx.benchmark.processes import WorkerError, run_worker
 JOB: dict[str, Any] = {
     "task": "round",
     "engine": "onnxruntime",
-    "options": {"folder": "nowhere"},
+    "options": {"folder": "nowhere", "provider": "cpu"},
     "workload": {"steps": 2},
     "prompts": ["a fox"],
     "batch_count": 1,
@@ -53,8 +53,8 @@ def test_reported_failure() -> None:
 
 
 def test_other_exceptions_are_one_line() -> None:
-    with pytest.raises(WorkerError, match=r"^KeyError: 'no such engine'$"):
-        run_worker(JOB | {"engine": "no such engine"}, silent)
+    with pytest.raises(WorkerError, match=r"^TypeError: Workload.* unexpected keyword argument 'stages'$"):
+        run_worker(JOB | {"workload": {"stages": 2}}, silent)
 
 
 def test_ignores_output_of_libraries(micro_cpu: Path) -> None:

@@ -15,9 +15,7 @@ COMPILED = Rival("torch-compile:reduce-overhead", "torch", "reduce-overhead")
 
 
 def test_names() -> None:
-    assert parse_rivals(["onnxruntime", "onnxruntime-plain", "torch", "optimum"]) == [
-        Rival(name, name) for name in ("onnxruntime", "onnxruntime-plain", "torch", "optimum")
-    ]
+    assert parse_rivals(["onnxruntime", "torch"]) == [Rival(name, name) for name in ("onnxruntime", "torch")]
     assert parse_rivals(["torch-compile", "torch-compile:max-autotune", "torch-regional"]) == [
         COMPILED,
         Rival("torch-compile:max-autotune", "torch", "max-autotune"),
@@ -125,7 +123,7 @@ def test_xformers() -> None:
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["tensorrt"], {}, "the engine 'tensorrt' is unknown; expected one of onnxruntime, onnxruntime-plain, torch"),
+        (["tensorrt"], {}, "the engine 'tensorrt' is unknown; expected one of onnxruntime, torch, sdonnx-compile"),
         (["onnxruntime:default"], {}, "'onnxruntime:default' is unknown"),
         (["torch-compile:fast"], {}, "the compile mode 'fast' is unknown; expected one of default, reduce-overhead"),
         (["torch-compile"], {"mode": "x"}, "the compile mode 'x' is unknown"),

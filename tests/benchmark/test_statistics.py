@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sdonnx.benchmark.results import LARGE_SPREAD, Result, Round, Stages
-from sdonnx.benchmark.statistics import fit_line, quantile, relative_spread, summarize
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.extra_results import fit_line
+from sdonnx.benchmark.results import LARGE_SPREAD, Result, Round, Stages, quantile, summarize
+from sdonnx.reference.workload import Workload
 
 FIRST = Round(1.0, (9.0, 8.0), (1.0, 2.0, 6.0), (70, 90, 50), "known", 30, 100)
 SECOND = Round(3.0, (5.0, 2.0), (3.0, 4.0, 2.0), (60, 20, 55), "known", 35, 90)
@@ -25,20 +26,16 @@ def test_quantiles_are_interpolated() -> None:
     assert quantile([7.0], 0.9) == 7
 
 
+def spread(latencies: Sequence[float]) -> float:
+    return summarize([replace(FIRST, latencies_s=tuple(latencies))]).spread
+
+
 def test_spread_covers_the_middle_eighty_percent() -> None:
-    assert relative_spread([1.0] * 10) == 0
-    # p10 = 1.4, p90 = 4.6, median 3.
-    assert relative_spread([1, 2, 3, 4, 5]) == pytest.approx(3.2 / 3)
+    assert spread([1.0] * 10) == 0
+    # p10 = 1.4, p90 = 4.6, median 3, in any unit.
+    assert spread([1, 2, 3, 4, 5]) == spread([1e3, 2e3, 3e3, 4e3, 5e3]) == pytest.approx(3.2 / 3)
     # One slow run of twenty has no effect.
-    assert relative_spread([1.0] * 19 + [50.0]) == 0
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=50), st.floats(0.1, 10))
-def test_spread_does_not_depend_on_the_unit(values: list[float], scale: float) -> None:
-    assert relative_spread([value * scale for value in values]) == pytest.approx(
-        relative_spread(values), rel=1e-6, abs=1e-9
-    )
-    assert relative_spread(values) >= 0
+    assert spread([1.0] * 19 + [50.0]) == 0
 
 
 def test_round_properties() -> None:

@@ -17,6 +17,8 @@ from sdonnx.benchmark.operator_times import IDLE
 from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import device_for
 
+PLAIN = f"{Path(__file__).parents[2] / 'lab' / 'plain_engine.py'}:onnxruntime-plain"
+
 Build = Callable[[str], tuple[Path, Path]]
 
 
@@ -43,7 +45,7 @@ def test_complete_comparison(arch: str, build: Build, tmp_path: Path, note: Any)
     source, optimized = build(arch)
     paths = {name: tmp_path / name for name in ("result.csv", "result.jsonl", "report.html")}
     status = main(["benchmark",
-        "-p", str(source), str(optimized), "-e", "onnxruntime", "onnxruntime-plain", "torch", "-s", "8", "-c", "4",
+        "-p", str(source), str(optimized), "-e", "onnxruntime", PLAIN, "torch", "-s", "8", "-c", "4",
         "--profile", "--throughput", "--run_multiple_resolutions", "-w", str(tmp_path / "work"),
         "--csv", str(paths["result.csv"]), "--json", str(paths["result.jsonl"]), "--report", str(paths["report.html"]),
     ])  # fmt: skip

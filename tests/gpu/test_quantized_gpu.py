@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from denoiser_graph import predict
 from support.plain_lora import write_plain_lora
 from support.recording import Note
 
-from sdonnx.benchmark.denoiser_graph import predict
 from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, PipelineFolder, read_json
 from sdonnx.metrics import relative_error

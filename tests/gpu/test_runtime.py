@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.diffusers_pipelines import on_cuda
 
-from sdonnx.benchmark.memory import open_gpu
+from sdonnx.environment_record import open_gpu
 from sdonnx.errors import DeviceMemoryError
 from sdonnx.metrics import psnr
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -222,7 +222,7 @@ def test_sixteen_random_sizes(live: int, arch: str, build: Build, note: Any) -> 
 MEMORY = """
 import sys
 import pynvml
-from sdonnx.benchmark.memory import open_gpu
+from sdonnx.environment_record import open_gpu
 handle = open_gpu()
 before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
 arguments = {"height": 512, "width": 512, "num_inference_steps": 4}

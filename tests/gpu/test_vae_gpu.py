@@ -127,7 +127,7 @@ def test_tiles_replay_captured_graphs(build: Build) -> None:
 WATCHED = """
 import sys, threading, time
 import numpy as np, pynvml
-from sdonnx.benchmark.memory import open_gpu
+from sdonnx.environment_record import open_gpu
 from sdonnx.models import abi
 from sdonnx.runtime.device.device_thread import device_thread
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
@@ -183,6 +183,32 @@ def test_4096_pixels_decode_within_24_gb(build: Build, note: Any) -> None:
     peak = peak_bytes(build("sdxl")[1], LARGE, "offload")
     note("decode_4096", {"peak_bytes": peak})
     assert peak < 24e9
+
+
+# Generates two images and prints the peak of the memory that NVML counts for the device, in bytes.
+OFFLOAD = """
+import sys, threading, time
+import pynvml
+from sdonnx import OrtDiffusionPipeline
+from sdonnx.environment_record import open_gpu
+handle = open_gpu()
+used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
+before, peak, done = used(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.is_set():
+        peak = max(peak, used() - before)
+        time.sleep(0.001)
+watcher = threading.Thread(target=watch)
+watcher.start()
+level = {"no": False, "yes": True, "offload": "offload"}[sys.argv[2]]
+with OrtDiffusionPipeline.from_pretrained(sys.argv[1], low_memory=level) as pipeline:
+    for _ in range(2):
+        pipeline("a red fox in the snow", num_inference_steps=4)
+done.set()
+watcher.join()
+print(peak)
+"""
 
 
 @pytest.mark.parametrize("arch", ["sdxl-tiny", pytest.param("sdxl", marks=pytest.mark.weekly)])

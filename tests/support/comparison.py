@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput
-from sdonnx.benchmark.results import REFERENCE, Agreement, Comparison, Result, Round, Stages
-from sdonnx.benchmark.statistics import fit_line
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput, fit_line
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages
+from sdonnx.reference import REFERENCE
+from sdonnx.reference.workload import Workload
 
 MB = 1024**2
 

@@ -26,7 +26,7 @@ def recorded(tests: str, path: Path | None) -> Iterator[Note]:
         path: the file of JSON lines; None to keep nothing.
     """
     from sdonnx.benchmark.files import json_line
-    from sdonnx.benchmark.record import environment
+    from sdonnx.environment_record import environment
 
     rows: dict[str, list[dict[str, Any]]] = {}
     surroundings: dict[str, Any] = {}

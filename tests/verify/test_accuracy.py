@@ -20,11 +20,11 @@ from support.pipelines import copied, refused
 from support.verifying import accuracy, verification
 
 from sdonnx.__main__ import main
-from sdonnx.benchmark.workload import Workload
 from sdonnx.cli.verify import accuracy_table
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.certificate import CERTIFICATE
 from sdonnx.folder.pipeline_folder import PipelineFolder
+from sdonnx.reference.workload import Workload
 from sdonnx.sample.shapes.shape_architectures import (
     EXAMPLE_CAPTION,
     GUIDANCE_SCALE,

@@ -18,7 +18,6 @@ from support.recording import Note
 
 from sdonnx import terminal
 from sdonnx.__main__ import main
-from sdonnx.benchmark.engines import OnnxRuntimeEngine
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.certificate import CERTIFICATE, CERTIFICATE_PAGE, certified_files
 from sdonnx.quantization.quantization_config import QuantizationConfig
@@ -182,7 +181,7 @@ def test_quantized_folder(pipelines: PipelineCache, micro_exported: Path, micro:
 
 def test_folder_in_float16(micro_cpu: Path, micro: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of torch in float16 is the measure, and its images are compared. Folders in it need a GPU."""
-    monkeypatch.setattr(OnnxRuntimeEngine, "precision", "float16")
+    monkeypatch.setattr("sdonnx.reference.optimized_pipeline.reported_precision", lambda folder: "float16")
     shown: list[tuple[str, int, int]] = []
     found = verify_folder(micro_cpu, micro, QUICK, lambda *state: shown.append(state))
     assert all(each.torch_error is not None and each.torch_error > 1e-5 for each in found.components)

@@ -1,7 +1,1 @@
-"""The HTML report of a comparison, a single self-contained file."""
-
-from __future__ import annotations
-
-from sdonnx.benchmark.report.report_page import check_report, write_report
-
-__all__ = ["check_report", "write_report"]
+"""The results of a comparison as tables and charts: on a terminal, and as a page."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sdonnx.benchmark.report.html_tables import DASH, decimals_for, number, ratio
 from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.report.workload_rows import all_latencies, trusted_results, unit_for, verdict
-from sdonnx.benchmark.results import Result
+from sdonnx.benchmark.report.workload_tables import trusted_results, unit_for, verdict
+from sdonnx.benchmark.results import Result, Summary, quantile
 from sdonnx.benchmark.shown_names import OURS
-from sdonnx.benchmark.statistics import Summary, quantile
-from sdonnx.benchmark.workload import Workload
+from sdonnx.html.tables import DASH, decimals_for, number, ratio
+from sdonnx.reference.workload import Workload
 
 __all__ = ["Headline", "RankedEngine", "make_headline"]
 
@@ -114,20 +113,20 @@ def _are_level(one: Measured, other: Measured) -> bool:
     fast, slow = sorted((one, other), key=lambda row: row[1].median_s)
     if slow[1].median_s < _MIN_RATIO * fast[1].median_s:
         return True
-    return quantile(all_latencies(slow[0]), 0.1) <= quantile(all_latencies(fast[0]), 0.9)
+    return quantile(slow[0].latencies_s, 0.1) <= quantile(fast[0].latencies_s, 0.9)
 
 
 def _times(seconds: Sequence[float]) -> list[str]:
     """Format latencies with one unit."""
-    unit = unit_for(seconds)
-    values = [value * unit.factor for value in seconds]
+    name, unit = unit_for(seconds)
+    values = [value / unit for value in seconds]
     decimals = decimals_for(values)
-    return [f"{number(value, decimals)} {unit.name}" for value in values]
+    return [f"{number(value, decimals)} {name}" for value in values]
 
 
 def _counted(results: Sequence[Result]) -> str:
     """Return the number of runs and rounds: "15 runs in 3 rounds"."""
-    runs = [len(all_latencies(each)) for each in results if each.rounds]
+    runs = [len(each.latencies_s) for each in results if each.rounds]
     rounds = [len(each.rounds) for each in results if each.rounds]
     return f"{_range(runs, 'run')} in {_range(rounds, 'round')}"
 

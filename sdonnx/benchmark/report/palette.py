@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sdonnx.benchmark.report.html_tables import Heading
-from sdonnx.benchmark.results import REFERENCE, Comparison
+from sdonnx.benchmark.results import Comparison
+from sdonnx.html.tables import Heading
+from sdonnx.reference import REFERENCE
 
-__all__ = ["NEUTRAL", "PARTS", "Palette", "faint", "part_colours", "tone"]
+__all__ = ["NEUTRAL", "PARTS", "Palette", "part_colours", "tone"]
 
 _ENGINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _REFERENCE = "#7f7f7f"
@@ -27,27 +28,22 @@ NEUTRAL = "#6e7781"
 _IDLE = "#bbbbbb"
 
 # Opacity of the parts, as the last two digits of #rrggbbaa.
-_TONES = {"load": "66", "text": "66", "decode": "a6", "rest": "26", "first": "66", "host": "26"}
+_TONES = {"load": "66", "text": "66", "decode": "a6", "rest": "26", "first": "66", "stall": "66", "host": "26"}
 
 
 class Palette:
-    """The colours of the engines.
+    """The colours of the engines, in their order.
 
     Attributes:
         rivals: every engine of the comparison, in order.
     """
 
     def __init__(self, comparison: Comparison) -> None:
-        """Assign colours in the order of the engines."""
-        parts: Iterable[str] = (
-            each.rival
-            for some in (comparison.results, comparison.throughput, comparison.resolutions, comparison.kernels)
-            for each in some
-        )
-        with_images = (rival for rival, _ in comparison.images if rival != REFERENCE)
-        names = dict.fromkeys([*parts, *with_images])
-        self.rivals = tuple(names)
-        numbered = enumerate(name for name in names if name != REFERENCE)
+        measured = (comparison.results, comparison.throughput, comparison.resolutions, comparison.kernels)
+        names = [each.rival for some in measured for each in some]
+        names += [rival for rival, _ in comparison.images if rival != REFERENCE]
+        self.rivals = tuple(dict.fromkeys(names))
+        numbered = enumerate(name for name in self.rivals if name != REFERENCE)
         self._colours = {name: _ENGINES[index % len(_ENGINES)] for index, name in numbered}
 
     def colour(self, rival: str) -> str:
@@ -59,14 +55,9 @@ class Palette:
         return tuple(Heading(rival, self.colour(rival)) for rival in rivals)
 
 
-def faint(colour: str) -> str:
-    """Return a translucent version of a colour #rrggbb."""
-    return f"{colour}66"
-
-
 def tone(colour: str, part: str) -> str:
     """Return the tone of a colour for a part of a bar; the main part is opaque."""
-    return colour + _TONES.get(part, "ff")
+    return colour + _TONES.get(part, "")
 
 
 def part_colours(parts: Sequence[str]) -> dict[str, str]:

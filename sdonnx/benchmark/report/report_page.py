@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import tempfile
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sdonnx.benchmark.report.charts import make_panels
-from sdonnx.benchmark.report.glossary import TERMS
 from sdonnx.benchmark.report.headline import make_headline
-from sdonnx.benchmark.report.image_comparison import make_galleries
-from sdonnx.benchmark.report.machine_facts import device_name, engine_facts, installed_packages, machine_facts
 from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.report.workload_rows import make_tables, memory_kinds, results_by_workload, settings_text
-from sdonnx.benchmark.results import REFERENCE, Comparison
+from sdonnx.benchmark.report.workload_tables import make_tables, memory_kinds, results_by_workload, settings_text
+from sdonnx.benchmark.results import LARGE_SPREAD, Comparison
 from sdonnx.benchmark.shown_names import with_shown_names
-from sdonnx.benchmark.workload import Workload
-from sdonnx.errors import OutputError
+from sdonnx.html.gallery import Gallery, make_gallery
+from sdonnx.html.machine import device_name, installed_packages, machine_facts
+from sdonnx.html.page import readable_date, render_page, write_page
+from sdonnx.html.tables import DASH, Row, Table
+from sdonnx.metrics import MIN_PSNR_DB
 from sdonnx.models.registry import model_name
+from sdonnx.reference import REFERENCE
+from sdonnx.reference.workload import Workload
 
-__all__ = ["check_report", "readable_date", "render_page", "write_report"]
+__all__ = ["write_report"]
 
 _NO_RESULTS = "No engine was measured: the benchmark was interrupted before the first result."
 _NO_TRUSTED = "No engine has a trusted result."
 
+# Names of an engine's properties for people. None: the library is named by its engine, and packages are listed below.
+_HEADINGS = {
+    "name": None,
+    "version": None,
+    "packages": None,
+    "compile_mode": "compile mode",
+    "compiler_config": "compiler options",
+    "regional": "only blocks compiled",
+    "io_binding": "I/O binding",
+    "scheduler": "sampler",
+}
 
-def check_report(path: Path) -> None:
-    """Check that the page can be written, before minutes are spent on measuring.
+_LIBRARIES = {
+    "onnxruntime": "ONNX Runtime",
+    "onnxruntime-plain": "ONNX Runtime",
+    "torch": "PyTorch",
+    "sdonnx-compile": "ONNX Runtime",
+}
 
-    Raises:
-        OutputError: the folder is missing or not writable, or the path exists and is not a file.
-    """
-    with _write_errors(path):
-        if not path.parent.is_dir():
-            raise OutputError(f"{path.parent} is not a folder", "an existing folder", "create it")
-        if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a file", "a file, or a new name", "choose another name")
-        # Write a byte, because permissions do not show whether a file system is read-only or full.
-        with tempfile.TemporaryFile(dir=path.parent) as file:
-            file.write(b"\0")
+_NO = "no"
 
 
 def write_report(comparison: Comparison, path: Path) -> None:
@@ -52,65 +54,21 @@ def write_report(comparison: Comparison, path: Path) -> None:
     Raises:
         OutputError: the file is not writable.
     """
-    check_report(path)
-    # File names may contain undecodable bytes, which are lone surrogates in a string.
-    content = _page(comparison).encode("utf-8", "backslashreplace")
-    with _write_errors(path):
-        target = path.resolve()  # keep a symbolic link
-        partial = target.parent / f".report-{secrets.token_hex(4)}.partial"
-        try:
-            with partial.open("xb") as file:
-                file.write(content)
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"writing {path} failed ({error.strerror})",
-            "a folder with enough free space and permission to write",
-            "choose another folder",
-        ) from error
-
-
-def render_page(template: str, package: str, values: Mapping[str, Any]) -> str:
-    """Render a page with this package's style and macros. All values are escaped.
-
-    Args:
-        template: file name of the template.
-        package: package of the template.
-        values: the template's variables.
-    """
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader(package, ""), PackageLoader(__package__, "")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(values, style=Markup(_read("page.css")))
-
-
-def _page(comparison: Comparison) -> str:
-    return render_page("page.html", __package__, _shown(with_shown_names(comparison)))
+    write_page(render_page("page.html", __package__, _shown(with_shown_names(comparison))), path)
 
 
 def _shown(comparison: Comparison) -> dict[str, Any]:
+    """Return the template's variables."""
     palette = Palette(comparison)
     by_workload = results_by_workload(comparison)
     found = [make_headline(workload, results, palette) for workload, results in by_workload.items()]
     headlines = [headline for headline in found if headline is not None]
     workloads = _workloads(comparison)
     settings = list(dict.fromkeys(map(settings_text, workloads)))
-    shared, differences = engine_facts(comparison, palette)
+    shared, differences = _engine_facts(comparison, palette)
+    galleries = (_gallery(comparison, workload, palette) for workload in workloads)
+    packages = installed_packages(comparison.environment)
+    clocks = [clock for result in comparison.results for each in result.rounds for clock in each.clocks_mhz]
     return {
         "title": _title(comparison),
         "result": headlines[0].sentence if headlines else _NO_TRUSTED if comparison.results else _NO_RESULTS,
@@ -119,19 +77,20 @@ def _shown(comparison: Comparison) -> dict[str, Any]:
         "has_several": len(workloads) > 1,
         "settings": settings[0] if len(settings) == 1 else None,
         "measured": readable_date(comparison.time),
-        "version": dict(installed_packages(comparison)).get("sdonnx"),
+        "version": dict(packages).get("sdonnx"),
         "headlines": headlines,
         "parts": [make_tables(workload, results, palette) for workload, results in by_workload.items()],
         "memory_kinds": memory_kinds(comparison),
         "panels": make_panels(comparison, palette),
-        "galleries": make_galleries(comparison, palette),
+        "galleries": [gallery for gallery in galleries if gallery.shown],
         "reference": REFERENCE,
-        "machine": machine_facts(comparison),
+        "machine": machine_facts(comparison.environment, clocks),
         "engines": shared,
         "engines_table": differences,
-        "packages": installed_packages(comparison),
+        "packages": packages,
         "command": comparison.command,
-        "terms": TERMS,
+        "large_spread": LARGE_SPREAD,
+        "min_psnr_db": MIN_PSNR_DB,
     }
 
 
@@ -139,7 +98,9 @@ def _title(comparison: Comparison) -> str:
     """Return the model and the device: "Stable Diffusion 1.5 on NVIDIA H200"."""
     families = [result.engine["family"] for result in comparison.results if "family" in result.engine]
     name = model_name(comparison.model, str(families[0]) if families else None)
-    return f"{name or 'Benchmark'} on {device_name(comparison)}"
+    devices = {str(result.engine.get("device", "cuda")) for result in comparison.results}
+    device = device_name(comparison.environment, on_gpu="cuda" in devices or not devices)
+    return f"{name or 'Benchmark'} on {device}"
 
 
 def _workloads(comparison: Comparison) -> list[Workload]:
@@ -149,13 +110,43 @@ def _workloads(comparison: Comparison) -> list[Workload]:
     )
 
 
-def readable_date(time: str) -> str | None:
-    """Return the date of an ISO 8601 time in words: "5 March 2026"; None for an empty string."""
-    if not time:
-        return None
-    date = datetime.fromisoformat(time)
-    return f"{date.day} {date:%B %Y}"
+def _gallery(comparison: Comparison, workload: Workload, palette: Palette) -> Gallery:
+    names = [REFERENCE, *(name for name in palette.rivals if name != REFERENCE)]
+    found = {name: comparison.images[name, workload] for name in names if (name, workload) in comparison.images}
+    return make_gallery(workload.title, found, palette.colour)
 
 
-def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _engine_facts(comparison: Comparison, palette: Palette) -> tuple[list[tuple[str, str]], Table | None]:
+    """Return the properties that all engines share, and a table of those that differ; None if there are none."""
+    found = {result.rival: _properties(result.engine) for result in reversed(comparison.results) if result.engine}
+    found = {rival: found[rival] for rival in palette.rivals if rival in found}
+    shared: list[tuple[str, str]] = []
+    rows: list[Row] = []
+    for name in dict.fromkeys(name for properties in found.values() for name in properties):
+        values = [properties.get(name, DASH) for properties in found.values()]
+        if len(set(values)) > 1:
+            rows.append(Row(name, tuple(values)))
+        elif values[0] not in (DASH, _NO):
+            shared.append((name, values[0]))
+    return shared, Table("Settings that differ", "", palette.headings(found), tuple(rows)) if rows else None
+
+
+def _properties(engine: Mapping[str, Any]) -> dict[str, str]:
+    """Return the properties of an engine as names and values in words."""
+    name = str(engine.get("name"))
+    properties = {"library": _LIBRARIES.get(name, name), "version": _text(engine.get("version"))}
+    for key, value in engine.items():
+        if (heading := _HEADINGS.get(key, key.replace("_", " "))) is not None:
+            properties[heading] = _text(value)
+    return properties
+
+
+def _text(value: object) -> str:
+    """Return a value in words."""
+    if value is None:
+        return DASH
+    if isinstance(value, bool):
+        return "yes" if value else _NO
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or _NO
+    return str(value)

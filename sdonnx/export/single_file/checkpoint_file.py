@@ -72,6 +72,7 @@ class Source:
         first, *others = index if isinstance(index, tuple) else (index,)
         if 0 in others:
             return replace(self, shape=self.shape[:2]) if set(self.shape[2:]) == {1} else self
+        assert isinstance(first, slice)
         rows = range(self.shape[0])[first]
         return replace(self, shape=(len(rows), *self.shape[1:]), rows=slice(rows.start, rows.stop))
 

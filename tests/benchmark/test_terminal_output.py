@@ -1,12 +1,22 @@
-"""Progress of a comparison: in a log and on a terminal."""
+"""Progress of a comparison, in a log and on a terminal, and its images."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
 from rich.console import Console
+from support.pipelines import refused
 
-from sdonnx.benchmark.progress_lines import INTERVAL_S, ProgressLines
+from sdonnx.benchmark.results import Comparison
+from sdonnx.benchmark.terminal_output import INTERVAL_S, ProgressLines, print_images, save_images
+from sdonnx.errors import OutputError
+from sdonnx.reference import REFERENCE
+from sdonnx.reference.workload import Workload
 
 
 class Clock:
@@ -66,3 +76,43 @@ def test_a_terminal_shows_every_run_in_place() -> None:
     # Apart from the lines of the log, everything is erased again.
     assert text.getvalue().count("\n") <= 1 + 6 + 6
     assert "\x1b[2K" in text.getvalue()
+
+
+# The images
+
+
+def picture(seed: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+
+
+def compared() -> Comparison:
+    comparison = Comparison("known", {})
+    for index, rival in enumerate((REFERENCE, "torch-compile:default")):
+        comparison.images[rival, Workload(1, 32, 48)] = Image.fromarray(picture(index))
+    return comparison
+
+
+def test_names_of_saved_images(tmp_path: Path) -> None:
+    save_images(compared(), tmp_path / "image.png")
+    names = ["image-torch-compile-default-32x48-b1.png", "image-torch-fp32-32x48-b1.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / names[1])), picture(0))
+
+
+@pytest.mark.parametrize("name", ["nowhere/image.png", "image.docx"])
+def test_rejects_names_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
+    with refused(OutputError, "--output_image"):
+        save_images(compared(), tmp_path / name)
+
+
+def test_images_on_a_terminal() -> None:
+    """Each cell shows two pixels, as foreground and background colour."""
+    text = io.StringIO()
+    print_images(
+        compared(), Console(file=text, force_terminal=True, color_system="truecolor", width=100, highlight=False)
+    )
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("torch fp32, 32x48, batch 1")
+    red, green, blue = Image.fromarray(picture(0)).resize((48, 32)).getpixel((0, 0))  # type: ignore[misc]
+    assert f"{red};{green};{blue}" in lines[1]
+    assert lines[1].count("\u2584") + lines[1].count("\u2580") == 48

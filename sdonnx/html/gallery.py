@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.report.html_tables import number
-from sdonnx.benchmark.report.palette import Palette
-from sdonnx.benchmark.results import MIN_PSNR_DB, REFERENCE, Comparison
-from sdonnx.benchmark.workload import Workload
-from sdonnx.metrics import psnr
+from sdonnx.html.tables import number
+from sdonnx.metrics import MIN_PSNR_DB, psnr
+from sdonnx.reference import REFERENCE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "make_galleries", "make_gallery"]
+__all__ = ["Gallery", "Picture", "Shown", "difference", "factor_for", "make_gallery"]
 
 _FACTORS = (64, 32, 16, 8)
 # Share of the differences that may be clipped to black or white. Half precision differs by a few steps of 255, which
@@ -89,21 +87,6 @@ class Gallery:
     def has_differences(self) -> bool:
         """Whether there are visible differences to a reference."""
         return any(each.difference is not None for each in self.shown)
-
-
-def make_galleries(comparison: Comparison, palette: Palette) -> list[Gallery]:
-    """Return a gallery for each workload with images."""
-    workloads = dict.fromkeys(
-        [*(each.workload for each in comparison.results), *(workload for _, workload in comparison.images)]
-    )
-    galleries = [_gallery(comparison, workload, palette) for workload in workloads]
-    return [gallery for gallery in galleries if gallery.shown]
-
-
-def _gallery(comparison: Comparison, workload: Workload, palette: Palette) -> Gallery:
-    names = [REFERENCE, *(name for name in palette.rivals if name != REFERENCE)]
-    found = {name: comparison.images[name, workload] for name in names if (name, workload) in comparison.images}
-    return make_gallery(workload.title, found, palette.colour)
 
 
 def make_gallery(title: str, found: Mapping[str, Image], colour_of: Callable[[str], str]) -> Gallery:

@@ -1,32 +1,33 @@
 """An exported folder run by ONNX Runtime without our optimizations, with the sampler on the host.
 
+    sdonnx benchmark -p sd15 -e onnxruntime lab/plain_engine.py:onnxruntime-plain lab/plain_engine.py:bound
+
 As in diffusers' ONNX pipelines, the inputs and outputs of each denoiser call are numpy arrays. With bound buffers the
 text embeddings stay on the device.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.benchmark.engine import Engine, FolderKind
-from sdonnx.benchmark.operator_times import profile_with_onnxruntime, profiling_sessions
+from sdonnx.benchmark.engine import Engine, EngineOptions
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import STAGES, StageClock
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.stages import STAGES, StageClock, host_clock
 from sdonnx.errors import FolderError, OptionError, ProviderError
+from sdonnx.folder.folder_version import FolderKind
 from sdonnx.installation import cpu_or_cuda
 from sdonnx.models.autoencoder import DEFAULT_SCALING_FACTOR, downsampling_factor
 from sdonnx.models.spec import Role
+from sdonnx.reference.workload import Workload
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["PlainOnnxRuntimeEngine"]
+__all__ = ["ENGINES", "BoundOnnxRuntimeEngine", "PlainOnnxRuntimeEngine"]
 
 Array = npt.NDArray[Any]
 
@@ -41,14 +42,13 @@ class PlainOnnxRuntimeEngine(Engine):
     remedy = "pass the folder written by sdonnx export"
     distributions = (("onnxruntime-gpu", "onnxruntime"),)
     modules = ("onnxruntime", "tokenizers")
+    installation = staticmethod(cpu_or_cuda)
 
-    @classmethod
-    def installation(cls) -> str:
-        """Return how to install the packages of the engine."""
-        return cpu_or_cuda()
-
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         """Check the options and the folder."""
+        for option, given in (("--enable_safety_checker", options.safety_checker), ("--ip_adapter", options.adapters)):
+            if given:
+                raise OptionError(f"{option} for the engine {self.name}", "another engine", "omit one")
         super().__init__(options)
         if len(self.family.text_encoders) != 1 or len(self.denoiser.inputs) != 3:
             raise FolderError(
@@ -56,14 +56,6 @@ class PlainOnnxRuntimeEngine(Engine):
                 f"stable-diffusion for the engine {self.name}",
                 "omit the engine",
             )
-        if options.safety_checker:
-            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine", "omit one")
-
-    def default_provider(self) -> str:
-        """Return "cuda" if this ONNX Runtime supports it, else "cpu"."""
-        import onnxruntime
-
-        return "cuda" if "CUDAExecutionProvider" in onnxruntime.get_available_providers() else "cpu"
 
     @property
     def precision(self) -> str:
@@ -85,18 +77,17 @@ class PlainOnnxRuntimeEngine(Engine):
         self._tokenizer = PromptTokenizer.from_folder(self.folder.component("tokenizer"))
         config = self.folder.config("scheduler", "scheduler_config.json")
         self._config = config if workload.scheduler is None else config_for(workload.scheduler, config)
-        self._clock: StageClock | None = None
 
-    def _open(self, options: Any = None) -> dict[Role, Any]:
+    _clock: StageClock | None = None
+
+    def _open(self) -> dict[Role, Any]:
         import onnxruntime
 
         from sdonnx.runtime.device.device import PROVIDERS
 
         files = {role: self.folder.onnx_model(self.family.with_role(role).name) for role in _ROLES}
         providers = [PROVIDERS[self.device]]
-        sessions = {
-            role: onnxruntime.InferenceSession(str(path), options, providers=providers) for role, path in files.items()
-        }
+        sessions = {role: onnxruntime.InferenceSession(str(path), providers=providers) for role, path in files.items()}
         if any(providers[0] not in session.get_providers() for session in sessions.values()):
             raise ProviderError(  # ONNX Runtime falls back to the CPU
                 f"{providers[0]} could not be loaded",
@@ -141,25 +132,12 @@ class PlainOnnxRuntimeEngine(Engine):
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
         """Measure with the host's clock: every call waits for its result."""
-        self._clock = StageClock(time.perf_counter, lambda start, end: (end - start) * 1e3)
+        self._clock = host_clock()
         try:
             self.generate(prompt, workload)
             return self._clock.stages()
         finally:
             self._clock = None
-
-    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
-        """Profile with torch on a GPU and with ONNX Runtime on a CPU."""
-        if self.device == "cuda":
-            return super().kernels(prompt, workload)
-        with profiling_sessions() as (options, folder):
-            self._sessions = self._open(options)
-
-            def close() -> None:
-                for session in self._sessions.values():
-                    session.end_profiling()
-
-            return profile_with_onnxruntime(lambda: self.generate(prompt, workload), close, folder)
 
     @property
     def scheduler(self) -> str:
@@ -181,7 +159,7 @@ class PlainOnnxRuntimeEngine(Engine):
             for name, value in inputs.items()
         }
         output = session.get_outputs()[0].name
-        if not self.options.io_binding:
+        if not self.io_binding:
             return np.asarray(session.run([output], feeds)[0])
         binding = session.io_binding()
         for name, value in feeds.items():
@@ -195,7 +173,7 @@ class PlainOnnxRuntimeEngine(Engine):
 
     def _on_device(self, values: Array) -> Any:
         """Return the values; with bound buffers, upload them once for all steps."""
-        if not self.options.io_binding:
+        if not self.io_binding:
             return values
         import onnxruntime
 
@@ -205,6 +183,15 @@ class PlainOnnxRuntimeEngine(Engine):
             ).type
         )
         return onnxruntime.OrtValue.ortvalue_from_numpy(values.astype(kind, copy=False), self.device, 0)
+
+
+class BoundOnnxRuntimeEngine(PlainOnnxRuntimeEngine):
+    """The same with bound buffers, as ONNX Runtime's `--use_io_binding`."""
+
+    io_binding = True
+
+
+ENGINES = {PlainOnnxRuntimeEngine.name: PlainOnnxRuntimeEngine, "bound": BoundOnnxRuntimeEngine}
 
 
 def _dtype(kind: str) -> npt.DTypeLike:

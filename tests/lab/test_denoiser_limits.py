@@ -6,13 +6,12 @@ from argparse import Namespace
 
 import pytest
 import torch
+from denoiser_limits import OperatorWork, Peak, limits_ms
+from denoiser_times import _Case
 from support.pipeline_cache import PipelineCache
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-
-from sdonnx.benchmark.denoiser import _Case
-from sdonnx.benchmark.denoiser_limits import OperatorWork, Peak, limits_ms
 
 
 @pytest.mark.parametrize("arch", ["tiny", "sdxl-tiny", "pixart-tiny"])

@@ -6,10 +6,10 @@ from argparse import Namespace
 
 import pytest
 import torch
+from denoiser_graph import predict
+from denoiser_times import _Case
 from support.pipeline_cache import PipelineCache
 
-from sdonnx.benchmark.denoiser import _Case
-from sdonnx.benchmark.denoiser_graph import predict
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 from sdonnx.errors import FolderError
 

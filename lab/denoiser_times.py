@@ -1,4 +1,4 @@
-"""`python -m sdonnx.benchmark.denoiser`: time one denoiser call of ONNX Runtime and of torch.
+"""`python lab/denoiser_times.py`: time one denoiser call of ONNX Runtime and of torch.
 
 The engines have the same weights and sizes and are timed in turn in one process, so that clocks and temperature are
 the same for all. Requires a GPU and torch. `sustained_ms` is the time of a call among many without a pause. For
@@ -24,13 +24,13 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from denoiser_graph import predict
 
-from sdonnx.benchmark.denoiser_graph import predict
 from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
-from sdonnx.benchmark.record import environment
-from sdonnx.benchmark.statistics import quantile
+from sdonnx.benchmark.results import quantile
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
+from sdonnx.environment_record import environment
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import REPORT, read_json
 from sdonnx.terminal import add_common, console, guarded
@@ -46,7 +46,7 @@ _STEPS = 10  # of the shorter of the two timed images
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sdonnx.benchmark.denoiser", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python lab/denoiser_times.py", description=__doc__.splitlines()[0])
     parser.add_argument("-p", "--pipeline", required=True, type=Path, help="the diffusers folder")
     parser.add_argument("-m", "--optimized", required=True, type=Path, help="the folder optimized from it")
     parser.add_argument(
@@ -129,8 +129,7 @@ class _Case:
     def limits_ms(self, gpu: str) -> dict[str, float]:
         """Return the shortest time of each kind of operator on a GPU, in ms; nothing for GPUs without known rates."""
         import torch
-
-        from sdonnx.benchmark.denoiser_limits import PEAKS, limits_ms
+        from denoiser_limits import PEAKS, limits_ms
 
         if gpu not in PEAKS:
             return {}

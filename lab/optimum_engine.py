@@ -1,5 +1,7 @@
 """optimum-onnx: diffusers' pipelines with ONNX Runtime sessions.
 
+    sdonnx benchmark -p sd15 -e onnxruntime lab/optimum_engine.py:optimum --python optimum=other-venv/bin/python
+
 optimum-onnx requires transformers < 4.58, so it cannot share an environment with the current exporter. The workarounds
 in this module apply to optimum-onnx 0.1.0 (optimum/onnxruntime/base.py and modeling_diffusion.py).
 """
@@ -8,25 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import time
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from sdonnx.benchmark.engine import Engine, EngineOptions, FolderKind
-from sdonnx.benchmark.engines.generation_inputs import start_arguments
-from sdonnx.benchmark.engines.patching import patched
-from sdonnx.benchmark.memory import first_gpu
-from sdonnx.benchmark.operator_times import profile_with_onnxruntime, profiling_sessions
+from sdonnx.benchmark.engine import Engine, EngineOptions
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import STAGES, StageClock
-from sdonnx.benchmark.workload import Workload
+from sdonnx.benchmark.stages import STAGES, host_clock
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
+from sdonnx.folder.folder_version import FolderKind
+from sdonnx.reference.diffusers_pipeline import set_scheduler
+from sdonnx.reference.workload import Workload, call_arguments, start_arguments
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["OptimumEngine"]
+__all__ = ["ENGINES", "OptimumEngine"]
 
 
 class OptimumEngine(Engine):
@@ -43,21 +42,17 @@ class OptimumEngine(Engine):
         ("torch",),
     )
     modules = ("optimum.onnxruntime", "onnxruntime", "diffusers", "transformers", "torch")
-
-    @classmethod
-    def installation(cls) -> str:
-        """Return how to install the packages of the engine."""
-        return "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in a separate environment"
+    installation = staticmethod(
+        lambda: "pip install 'optimum-onnx[onnxruntime-gpu]' diffusers torch, in a separate environment"
+    )
 
     def __init__(self, options: EngineOptions) -> None:
         """Check the options and the folder."""
+        # optimum supports torch's safety checker, but no ONNX one, and no image-prompt adapters.
+        for option, given in (("--enable_safety_checker", options.safety_checker), ("--ip_adapter", options.adapters)):
+            if given:
+                raise OptionError(f"{option} for the engine {self.name}", "another engine", "omit one")
         super().__init__(options)
-        if options.safety_checker:  # optimum supports torch's, but no ONNX safety checker
-            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine", "omit one")
-
-    def default_provider(self) -> str:
-        """Return "cuda" if there is a GPU, else "cpu"."""
-        return "cpu" if first_gpu() is None else "cuda"
 
     @property
     def precision(self) -> str:
@@ -85,7 +80,7 @@ class OptimumEngine(Engine):
             )
         self._pipeline = self._open(workload)
 
-    def _open(self, workload: Workload, session_options: Any = None) -> Any:
+    def _open(self, workload: Workload) -> Any:
         import diffusers
 
         from sdonnx.runtime.device.device import PROVIDERS, memory_errors
@@ -101,7 +96,6 @@ class OptimumEngine(Engine):
                     self.folder.path,
                     export=False,  # otherwise a folder without a denoiser graph is searched on the hub
                     provider=PROVIDERS[self.device],
-                    session_options=session_options,
                     **self._image_processor(),
                 )
         except DeviceMemoryError:
@@ -117,11 +111,7 @@ class OptimumEngine(Engine):
                 "a GPU, its driver and the CUDA libraries",
                 "check nvidia-smi and the installation of onnxruntime-gpu",
             )
-        if workload.scheduler is not None:
-            from sdonnx.samplers import config_for
-
-            config = config_for(workload.scheduler, dict(pipeline.scheduler.config))
-            pipeline.scheduler = getattr(diffusers, str(config["_class_name"])).from_config(config)
+        set_scheduler(pipeline, workload)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -139,67 +129,44 @@ class OptimumEngine(Engine):
 
     def generate(self, prompt: str, workload: Workload) -> list[Image]:
         """Generate images of a prompt, from the same noise as the other engines."""
-        return self._generate(self._pipeline, prompt, workload)
-
-    def _generate(self, pipeline: Any, prompt: str, workload: Workload) -> list[Image]:
         from sdonnx.runtime.device.device import memory_errors
 
-        generator = self._torch.Generator("cpu").manual_seed(workload.seed)
         # With bound buffers the prediction overwrites the denoiser's input. Without guidance the input is the latents,
         # which the sampler still needs.
         guided = workload.guidance_scale > 1
-        getattr(pipeline, self.denoiser.name).use_io_binding = self.device == "cuda" and guided
+        self._denoiser.use_io_binding = self.device == "cuda" and guided
         with (
             self._torch.inference_mode(),
             memory_errors(self._device, "generating"),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "Accessing config attribute", FutureWarning)  # caused by optimum
-            images: list[Image] = pipeline(
+            images: list[Image] = self._pipeline(
                 prompt,
-                negative_prompt=workload.negative_prompt,
-                num_inference_steps=workload.steps,
-                guidance_scale=workload.guidance_scale,
-                num_images_per_prompt=workload.batch_size,
-                generator=generator,
                 # In the denoiser's type: optimum writes the bound output to the address of the input.
-                **start_arguments(pipeline, workload, generator, getattr(pipeline, self.denoiser.name).dtype),
+                **start_arguments(self._pipeline, workload, self._denoiser.dtype),
+                **call_arguments(workload, 0, self.family),
             ).images
         return images
 
     def stages(self, prompt: str, workload: Workload) -> Stages:
         """Measure with the host's clock: every call of a session waits for the device."""
-
-        def mark() -> float:
-            if self.device == "cuda":
-                self._torch.cuda.synchronize()
-            return time.perf_counter()
-
-        clock = StageClock(mark, lambda start, end: (end - start) * 1e3)
+        clock = host_clock()
         # optimum's pipelines leave out ControlNets.
         named = [spec for spec in self.family.components if spec.role in STAGES]
         watched = [spec for spec in named if hasattr(self._pipeline, spec.name)]
         with contextlib.ExitStack() as stack:
             for spec in watched:
                 part = getattr(self._pipeline, spec.name)
-                stack.enter_context(patched(part, "forward", partial(clock.around, STAGES[spec.role])))
+                forward = clock.around(STAGES[spec.role], part.forward)
+                stack.enter_context(mock.patch.object(part, "forward", forward))
             self.generate(prompt, workload)
         return clock.stages()
-
-    def kernels(self, prompt: str, workload: Workload) -> tuple[dict[str, float], int, str]:
-        """Profile with torch on a GPU and with ONNX Runtime on a CPU."""
-        if self.device == "cuda":
-            return super().kernels(prompt, workload)
-        with profiling_sessions() as (options, folder):
-            pipeline = self._open(workload, options)
-
-            def close() -> None:
-                for part in pipeline.parts:
-                    part.session.end_profiling()
-
-            return profile_with_onnxruntime(lambda: self._generate(pipeline, prompt, workload), close, folder)
 
     @property
     def scheduler(self) -> str:
         """The sampler's class name."""
         return type(self._pipeline.scheduler).__name__
+
+
+ENGINES = {OptimumEngine.name: OptimumEngine}
