@@ -36,14 +36,13 @@ ALLOWED: Mapping[str, set[str]] = {
     "serve/http/conditioning_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "serve/triton_repository.py": {"ip_adapter_image", "ip_adapter_scale"},
-    "compiler/compiled_unet.py": {"load_ip_adapter"},
-    "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
+    "compiler/compiled_unet.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "load_ip_adapter", "num_ip_adapters"},
     "benchmark/engines/generation_inputs.py": {"ip_adapter_image"},
     "benchmark/engines/optimized_folder.py": {"ip_adapter_scale"},
     "benchmark/engines/pytorch.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
     # Classes of diffusers that `compile` accepts, and the component that describes the graph.
     "compiler/supported_modules.py": {"PixArtTransformer2DModel"},
-    "compiler/compiled_text_encoders.py": {"PIXART", "pixart"},
+    "compiler/compiled_encoders.py": {"PIXART", "pixart"},
     "compiler/compiled_transformer.py": {
         "PIXART",
         "PixArtTransformer2DModel",

@@ -220,6 +220,7 @@ def test_public_names_are_held() -> None:
             "export_pipeline",
             "load_pipe",
             "optimize_folder",
+            "refresh",
             "save_pipe",
             "write_sample",
         ]
