@@ -276,7 +276,7 @@ class _Description:
         return None
 
     def _function(self, function: types.FunctionType, place: str) -> Any:
-        """Describe a function by its name, its code and what it captures; packages of known versions have the rest."""
+        """Describe a function by its name, its code and what it captures."""
         if (number := self._numbered(function)) is not None:
             return number
         # functools.wraps copies the name of the wrapped function's module, but not its globals.
@@ -287,7 +287,9 @@ class _Description:
             with suppress(ValueError):  # an empty cell
                 captured.append(cell.cell_contents)
         inner = [self._captured(each, place) for each in captured]
-        return "function", trusted, function.__qualname__, function.__code__.co_code.hex(), inner
+        code = function.__code__
+        constants = [f"{each!r}" for each in code.co_consts if type(each) in _PLAIN]
+        return "function", trusted, function.__qualname__, code.co_code.hex(), code.co_names, constants, inner
 
 
 def _name(cls: type) -> str:
