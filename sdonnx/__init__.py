@@ -27,7 +27,7 @@ from sdonnx.errors import (
 )
 
 if TYPE_CHECKING:
-    from sdonnx.compiler.compile_module import compile
+    from sdonnx.compiler.compile_module import compile, refresh
     from sdonnx.compiler.compile_pipe import compile_pipe
     from sdonnx.compiler.save_pipe import load_pipe, save_pipe
     from sdonnx.doctor.first_check import KernelWarning
@@ -72,6 +72,7 @@ __all__ = [
     "export_pipeline",
     "load_pipe",
     "optimize_folder",
+    "refresh",
     "save_pipe",
     "write_sample",
 ]
@@ -92,6 +93,7 @@ _HOMES = {
     "export_pipeline": "sdonnx.export.export_pipeline",
     "load_pipe": "sdonnx.compiler.save_pipe",
     "optimize_folder": "sdonnx.optimize.optimizer",
+    "refresh": "sdonnx.compiler.compile_module",
     "save_pipe": "sdonnx.compiler.save_pipe",
     "write_sample": "sdonnx.sample.write_sample",
 }

@@ -27,13 +27,12 @@ ALLOWED: Mapping[str, set[str]] = {
     "serve/conditioning_images.py": {"IP-Adapter", "ip_adapter_image", "ip_adapter_scale"},
     "serve/http/request_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
-    "compiler/compiled_unet.py": {"load_ip_adapter"},
-    "compiler/unet_image_prompts.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "num_ip_adapters"},
+    "compiler/compiled_unet.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "load_ip_adapter", "num_ip_adapters"},
     "reference/diffusers_pipeline.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
     "reference/optimized_pipeline.py": {"--ip_adapter", "ip_adapter_scale"},
     # Classes of diffusers that `compile` accepts, and the component that describes the graph.
     "compiler/supported_modules.py": {"PixArtTransformer2DModel"},
-    "compiler/compiled_text_encoders.py": {"PIXART", "pixart"},
+    "compiler/compiled_encoders.py": {"PIXART", "pixart"},
     "compiler/compiled_transformer.py": {
         "PIXART",
         "PixArtTransformer2DModel",
@@ -64,6 +63,13 @@ ALLOWED: Mapping[str, set[str]] = {
     },
     "cli/export.py": {"--ip_adapter", "IP-Adapters", "ip_adapter", "ip_adapters"},
     "cli/generate.py": {"ip_adapter_image", "ip_adapter_scale"},
+    "cli/generate_options.py": {
+        "--ip_adapter_image",
+        "--ip_adapter_scale",
+        "IP-Adapter",
+        "ip_adapter_image",
+        "ip_adapter_scale",
+    },
     "cli/verify.py": {
         "--ip_adapter",
         "--ip_adapter_scale",

@@ -202,7 +202,7 @@ def test_public_names_are_held() -> None:
         NsfwContentWarning OptionError OrtDiffusionPipeline OutputError PackageError PrecisionError PromptError
         PromptTruncatedWarning ProviderError QueueFullError RebuildWarning SchedulerError SdonnxError ServeLimits
         UnavailableError WeightsError __version__ compile compile_pipe export_pipeline load_pipe optimize_folder
-        save_pipe write_sample
+        refresh save_pipe write_sample
     """
     assert sorted(sdonnx.__all__) == sorted(names.split())
     assert set(sdonnx.__all__) <= set(dir(sdonnx))

@@ -18,18 +18,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import OptionError
+from sdonnx.models.registry import FAMILIES
+from sdonnx.models.spec import Role
 
 if TYPE_CHECKING:
     from sdonnx.quantization.quantization_config import QuantizationConfig
 
 __all__ = [
     "CHECK_AGREEMENT",
+    "DENOISERS",
     "FREEZE_PROCESSORS",
     "FREEZING",
     "MODES",
     "CompileOptions",
     "check_backend",
     "check_options",
+    "named_quantization",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,13 +57,16 @@ MODES: Mapping[str, str] = MappingProxyType(
 """The words of a mode, with their effects here."""
 
 CHECK_AGREEMENT = "check_agreement"
-"""The key of `options` in the options that requests `sdonnx.compiler.agreement_check.AgreementCheck`."""
+"""The key of `options` in the options that requests `sdonnx.compiler.result_checks.ResultCheck`."""
 
 FREEZING = "freezing"
 """The key of `options`, and the word of a mode, that request `sdonnx.compiler.host_weights.HostWeights`."""
 
 FREEZE_PROCESSORS = "freeze_processors"
 """The key of `options` that requests graphs for attention processors of unknown classes, as they are when traced."""
+
+DENOISERS = tuple(dict.fromkeys(family.with_role(Role.DENOISER).name for family in FAMILIES))
+"""Names of the components that are quantized."""
 
 _INNER = (CHECK_AGREEMENT, FREEZING, FREEZE_PROCESSORS)
 
@@ -130,7 +137,7 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
         None if freezing is None else bool(freezing),
         bool(inner.get(FREEZE_PROCESSORS)),
         any(word in words for word in _QUANTIZING),
-        _quantization(content.get("quant_type"), content.get("quantize_config")),
+        named_quantization(content.get("quant_type"), content.get("quantize_config")),
     )
 
 
@@ -140,18 +147,40 @@ def _note_idle(names: str) -> None:
     _LOGGER.warning("options without effect: %s; those with one are %s", names, ", ".join(_INNER))
 
 
-def _quantization(name: Any, config: Any) -> QuantizationConfig | None:
-    """Return the quantization that a type or a configuration describe, None without either.
+def named_quantization(name: Any, config: Any) -> QuantizationConfig | None:
+    """Return the quantization that options name, None without a type and a configuration.
+
+    Args:
+        name: A type, or None.
+        config: A configuration as of `sdonnx optimize --quantize-config`: a dictionary, JSON or a file; or None.
 
     Raises:
         OptionError: A type is unknown or needs a calibration, or the configuration cannot be used.
     """
     if name is None and config is None:
         return None
-    # It imports onnx_ir, which loading a cached graph does not need.
-    from sdonnx.compiler.quantize_options import named_quantization
+    # They import onnx_ir, which loading a cached graph does not need.
+    from sdonnx.quantization.quantization_config import QuantizationConfig
+    from sdonnx.quantization.quantization_types import NOT_QUANTIZED, quantization_type
 
-    return named_quantization(name, config)
+    if config is not None and not isinstance(config, Mapping | str):
+        raise OptionError(f"quantize_config is {config!r}", "a dictionary, JSON or a file of JSON", "correct it")
+    if name is not None and name != NOT_QUANTIZED:
+        quantization_type(name)
+    text = json.dumps(dict(config)) if isinstance(config, Mapping) else config
+    found = QuantizationConfig.from_flags(name, text)
+    assert found is not None  # one of them is given
+    if found.needs_calibration:
+        static = next(each.name for each in found.types if each.is_static)
+        raise OptionError(f"{static}, which needs a calibration", "a dynamic type or one of weights only",
+                          "take int8_dynamic or fp8, or quantize a folder with sdonnx optimize")  # fmt: skip
+    for pattern, _ in found.modules:
+        if pattern.partition(":")[0] not in DENOISERS:
+            raise OptionError(
+                f"the quantized module {pattern!r}", f"COMPONENT:MODULE with a component of {', '.join(DENOISERS)}",
+                "leave it out, or quantize a folder with sdonnx optimize",
+            )  # fmt: skip
+    return found
 
 
 def _words(mode: Any) -> list[str]:

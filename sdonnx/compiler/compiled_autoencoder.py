@@ -1,12 +1,14 @@
 """AutoencoderKL: the graphs of its encoder and its decoder.
 
 They compute `_encode` and `_decode`, which diffusers' `encode` and `decode` call for the whole batch, or for each image
-with slicing. In float16, with `force_upcast` in the configuration, the values that group norms read are scaled to fit.
+with slicing. In float16, with `force_upcast` in the configuration, values exceed float16's range in torch, and
+diffusers converts the module to float32 for each image. The graph scales the values that group norms read, so the
+drop-in reports that no conversion is needed (docs/decisions/0180-convert-only-the-reported-type.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +20,9 @@ from sdonnx.export.wrappers import VAE_WRAPPERS
 from sdonnx.models.shared_components import UPCAST_VAE_DECODER, UPCAST_VAE_ENCODER
 from sdonnx.models.spec import ComponentSpec
 
-__all__ = ["AutoencoderDecode", "AutoencoderEncode"]
+__all__ = ["AutoencoderDecode", "AutoencoderEncode", "UpcastDropIn", "in_float32", "is_upcast"]
+
+_UPCAST = "force_upcast"
 
 
 class _Half(GraphMethod):
@@ -82,3 +86,50 @@ class AutoencoderEncode(_Half):
 
     def result(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         return outputs[0]
+
+
+def is_upcast(module: Any) -> bool:
+    """Return whether torch has to compute a module in float32, and its weights are in float16."""
+    return bool(module.config.get(_UPCAST)) and {each.dtype for each in module.parameters()} == {torch.float16}
+
+
+def in_float32(method: Callable[..., Any], module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute a call in torch with weights and arguments in float32.
+
+    The weights are the same tensors afterwards, so that the module has not changed. Where gradients are computed,
+    which needs the weights later, they are converted for good.
+    """
+
+    def wide(value: Any) -> Any:
+        is_half = isinstance(value, torch.Tensor) and value.dtype == torch.float16
+        return value.float() if is_half else value
+
+    given, named = [wide(each) for each in args], {name: wide(each) for name, each in kwargs.items()}
+    tensors = [*module.parameters(), *module.buffers()]
+    if torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) for each in (*tensors, *given)):
+        module.float()
+        return method(module, *given, **named)
+    held = [(each, each.data) for each in tensors if each.dtype == torch.float16]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            for each, values in held:
+                each.data = values.float()
+        return method(module, *given, **named)
+    finally:
+        for each, values in held:
+            each.data = values
+
+
+class UpcastDropIn:
+    """Base class of drop-ins that pipelines need not convert; their configuration is saved as it is."""
+
+    __slots__ = ()
+
+    _programs: Any
+
+    @property
+    def config(self) -> Any:
+        """The configuration, without `force_upcast` where the weights are in float16."""
+        base: Any = super()
+        found = base.config
+        return type(found)({**found, _UPCAST: False}) if is_upcast(self._programs.module) else found

@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from sdonnx.compiler.agreement_check import AgreementCheck
 from sdonnx.compiler.compile_options import FREEZE_PROCESSORS, CompileOptions
+from sdonnx.compiler.compiled_autoencoder import in_float32, is_upcast
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, zero_inputs
-from sdonnx.compiler.graph_quantization import GraphQuantization, QuantizationCheck
+from sdonnx.compiler.graph_quantization import GraphQuantization
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs, start_warm_up
-from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
+from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights
-from sdonnx.compiler.module_state import ModuleState, foreign_processor, has_inner_hooks
-from sdonnx.compiler.reported_type import ReportedType
+from sdonnx.compiler.module_state import foreign_processor, has_inner_hooks
+from sdonnx.compiler.result_checks import ResultCheck
 from sdonnx.compiler.supported_modules import why_unsupported
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["CompiledMethod", "why_not_now", "why_not_processors"]
+__all__ = ["CompiledMethod", "why_not_now"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,23 +40,21 @@ _MAX_VARIANTS = 4  # graphs of one method; a pipeline alternates between two or 
 
 @dataclass(frozen=True)
 class _Build:
-    """A loaded graph, how it runs, its signature, the state of the module when it was compiled, and its check."""
+    """A loaded graph, how it runs, its signature, the version of the module that it computes, and its check."""
 
     graph: Graph
     runs: GraphRuns
     signature: GraphSignature
-    state: ModuleState
-    check: AgreementCheck | QuantizationCheck
+    version: int
+    check: ResultCheck
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why no graph could be made, and for which calls of the module as it was then."""
+    """Why no graph could be made, and for which calls of which version of the module."""
 
     reason: str
-    state: ModuleState
-    variant: Hashable
-    lora_scale: float
+    kind: tuple[int, Hashable, float]
 
 
 class CompiledMethod:
@@ -67,8 +65,7 @@ class CompiledMethod:
         method: The method.
         chosen: Options.
         saved: Entries in which graphs are searched before the user's cache.
-        weights: Where the weights are.
-        reported: The type of inputs and outputs.
+        weights: State and place of the weights.
         loads: Loads a cached graph while the caller goes on; `finish` has to be called then.
 
     Attributes:
@@ -82,12 +79,10 @@ class CompiledMethod:
         chosen: CompileOptions,
         saved: FolderCache | None,
         weights: HostWeights,
-        reported: ReportedType,
         loads: Executor | None = None,
     ) -> None:
         self.graphs = ModuleGraphs(module, method, saved, weights)
-        self._module, self._method, self._chosen = module, method, chosen
-        self._weights, self._reported = weights, reported
+        self._module, self._method, self._chosen, self._weights = module, method, chosen, weights
         self._quantization = GraphQuantization(chosen, type(module).__name__)
         self._in_class: Callable[..., Any] = getattr(type(module), method.name)
         self._class_name = type(module).__name__
@@ -122,18 +117,18 @@ class CompiledMethod:
             ) from error
         bound.apply_defaults()
         arguments = bound.arguments
-        last = self._built
         # On a GPU, the module is compared with its state while the graph runs; after a change the outputs are dropped.
+        last = self._built
         early = self._outputs(last, arguments) if last is not None and self._overlaps(last) else None
         computed = None if last is None or early is None else weakref.ref(last)
         del last  # its memory is free for the graph of a changed module
         built = self._current(arguments)
         if isinstance(built, str):
-            return self._in_torch(built, *args, **kwargs)
+            return self._in_torch(built, args, kwargs)
         is_computed = computed is not None and built is computed()
         outputs = early if early is not None and is_computed else self._outputs(built, arguments)
         if isinstance(outputs, str):
-            return self._in_torch(outputs, *args, **kwargs)
+            return self._in_torch(outputs, args, kwargs)
         result = self._method.result(outputs, arguments)
         result = built.check.checked(result, lambda: self._torch_result(args, kwargs, is_check=True), (args, kwargs))
         if built.check.failed and built.signature.quantization is not None:
@@ -141,36 +136,6 @@ class CompiledMethod:
         elif not built.check.failed and not built.check.waits:
             self._weights.settle()
         return result
-
-    def _drop_quantized(self, failed: _Build) -> None:
-        """Replace graphs by one without quantization, after one of them exceeded the bound."""
-        with self._lock:
-            self._quantization.refuse()
-            if self._built is failed:  # otherwise another thread has replaced it
-                self._variants.clear()
-                self._built = self._add(failed.signature.variant, failed.signature.lora_scale)
-
-    @staticmethod
-    def _overlaps(built: _Build) -> bool:
-        """Return whether a graph runs while the host goes on."""
-        return built.signature.target.torch_device.type == "cuda"
-
-    def _outputs(self, built: _Build, arguments: Mapping[str, Any]) -> list[torch.Tensor] | str:
-        """Return the outputs of a graph for a call, or the reason why torch has to compute it."""
-        inputs = self._method.inputs(self._module, self._reported.half(arguments), built.signature)
-        if isinstance(inputs, str):
-            return inputs
-        target = built.signature.target
-        if torch.is_autocast_enabled(target.torch_device.type):
-            return "autocast is enabled"
-        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"
-        if torch.is_grad_enabled() and built.state.requires_grad:
-            return "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
-        if built.check.failed:
-            return "its graph disagrees with torch"
-        dtype = torch.float32 if self._reported.is_upcast else target.dtype
-        return [tensor.to(dtype) for tensor in built.runs(inputs)]
 
     def finish(self) -> None:
         """Wait for the graph that is compiled with the module, or build it.
@@ -198,31 +163,61 @@ class CompiledMethod:
         """The signatures of the graphs; none before the first call of a method that is compiled by it."""
         return [built.signature for built in self._variants.values()]
 
-    def _add(self, variant: Hashable, lora_scale: float = 1.0) -> _Build:
+    @staticmethod
+    def _overlaps(built: _Build) -> bool:
+        """Return whether a graph runs while the host goes on."""
+        return built.signature.target.torch_device.type == "cuda"
+
+    def _outputs(self, built: _Build, arguments: Mapping[str, Any]) -> list[torch.Tensor] | str:
+        """Return the outputs of a graph for a call, or the reason why torch has to compute it."""
+        upcast = self._method.upcasts and is_upcast(self._module)
+        if upcast:
+            arguments = {
+                name: each.half() if isinstance(each, torch.Tensor) and each.dtype == torch.float32 else each
+                for name, each in arguments.items()
+            }
+        inputs = self._method.inputs(self._module, arguments, built.signature)
+        if isinstance(inputs, str):
+            return inputs
+        target = built.signature.target
+        if torch.is_autocast_enabled(target.torch_device.type):
+            return "autocast is enabled"
+        if target.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        if torch.is_grad_enabled() and self._weights.requires_grad:
+            return "its parameters require a gradient, outside torch.no_grad and torch.inference_mode"
+        if built.check.failed:
+            return "its graph disagrees with torch"
+        return [tensor.to(torch.float32 if upcast else target.dtype) for tensor in built.runs(inputs)]
+
+    def _drop_quantized(self, failed: _Build) -> None:
+        """Replace graphs by one without quantization, after one of them exceeded the bound."""
+        with self._lock:
+            self._quantization.refuse()
+            if self._built is failed:  # otherwise another thread has replaced it
+                self._variants.clear()
+                self._built = self._add(failed.signature.variant, failed.signature.lora_scale)
+
+    def _add(self, variant: Hashable, lora_scale: float) -> _Build:
         """Compile another graph; the one that was not used for the longest time is released if there are too many."""
-        self._variants[variant] = built = self._build(variant, lora_scale)
+        self._variants[variant] = built = self._start(variant, lora_scale)()
         self._variant = variant
         if len(self._variants) > _MAX_VARIANTS:
             self._variants.popitem(last=False)
         return built
 
-    def _build(self, variant: Hashable, lora_scale: float) -> _Build:
-        return self._start(variant, lora_scale)()
-
     def _start(self, variant: Any, lora_scale: float, loads: Executor | None = None) -> Callable[[], _Build]:
         """Start to load or to build a graph, and return the function that finishes it."""
         start = time.perf_counter()
         target = target_of(self._module, self._weights.device)
-        signature = self._method.signature(self._module, variant)
-        plain = replace(signature, target=target, lora_scale=lora_scale)
+        plain = replace(self._method.signature(self._module, variant), target=target, lora_scale=lora_scale)
         signature = self._quantization.applied(plain)
-        is_half = signature.target.precision == "float16"
-        check = (
-            AgreementCheck(self._class_name, self._chosen.check_agreement, is_half)
-            if signature.quantization is None
-            else QuantizationCheck(self._class_name)
-        )
-        state = self._weights.compiled(self._state)
+        check = ResultCheck(
+            self._class_name, self._chosen.check_agreement,
+            in_half=signature.target.precision == "float16", quantized=signature.quantization is not None,
+        )  # fmt: skip
+        version = self._weights.current_version()
+        self._weights.compiling()
 
         def warm_up(graph: Graph) -> None:
             if sizes := self._method.warm_up_sizes:
@@ -235,7 +230,7 @@ class CompiledMethod:
             with self._restoring():
                 graph = loaded()
             _LOGGER.debug("compiled %s in %.1f s", self._class_name, time.perf_counter() - start)
-            return _Build(graph, graph_runs(graph, signature.target), signature, state, check)
+            return _Build(graph, graph_runs(graph, signature.target), signature, version, check)
 
         return finish
 
@@ -255,67 +250,53 @@ class CompiledMethod:
             arguments: All arguments of the call by name.
         """
         with self._lock:
-            built = self._built
+            built, version = self._built, self._weights.current_version()
             scale = self._method.lora_scale(
                 self._module, arguments, 1.0 if built is None else built.signature.lora_scale
             )
-            is_current = built is not None and self._weights.is_current(built.state)
+            is_current = built is not None and built.version == version
             changed = built is None or not is_current or built.signature.lora_scale != scale
             if changed and (reason := self._why_not()) is not None:
                 return reason
             variant = self._method.variant(self._module, arguments, self._variant)
-            refusal = self._refusal
-            if refusal is not None and (refusal.variant, refusal.lora_scale) == (variant, scale):
-                if self._weights.is_current(refusal.state):
-                    return refusal.reason
-                self._refusal = None
+            if self._refusal is not None and self._refusal.kind == (version, variant, scale):
+                return self._refusal.reason
             if built is not None and changed:
                 if is_current:
                     _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
                 else:
                     _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
-                self._release(built.signature.target)
-                del built
+                if self._overlaps(built):
+                    torch.cuda.synchronize(built.signature.target.torch_device)  # the last call may run
+                self._variants.clear()
+                self._built = built = None  # released before another graph is loaded in its place
             elif built is not None and variant in self._variants:
                 self._variants.move_to_end(variant)
                 self._variant = variant
-                self._built = built = self._variants[variant]
-                return built
+                self._built = self._variants[variant]
+                return self._built
             elif built is not None:
                 described = self._method.describe(variant)
                 _LOGGER.warning("%s is compiled again, for %s", self._class_name, described)
             try:
                 self._built = added = self._add(variant, scale)
             except FolderError as error:
-                self._refusal = _Refusal(error.found, self._state(), variant, scale)
-                return self._refusal.reason
+                self._refusal = _Refusal(error.found, (self._weights.current_version(), variant, scale))
+                return error.found
             self._refusal = None
             return added
 
     def _why_not(self) -> str | None:
         """Return why the module cannot be compiled as it is now, or None."""
-        return (
-            why_unsupported(self._module)
-            or why_not_now(self._module, True, self._weights.device)
-            or self._why_in_torch()
-        )
+        return why_unsupported(self._module) or why_not_now(self._module, self._weights.device) or self._why_in_torch()
 
     def _why_in_torch(self) -> str | None:
-        if (reason := self._method.why_in_torch(self._module)) is not None or self._chosen.freeze_processors:
+        reason = self._method.why_in_torch(self._module)
+        if reason is not None or self._chosen.freeze_processors or (name := foreign_processor(self._module)) is None:
             return reason
-        return why_not_processors(self._module)
+        return f"its attention processor {name} may change between calls ({FREEZE_PROCESSORS} compiles it as it is)"
 
-    def _state(self) -> ModuleState:
-        return ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
-
-    def _release(self, target: GraphTarget) -> None:
-        """Release the graphs of a module that has changed, before others are loaded in their place."""
-        if target.torch_device.type == "cuda":
-            torch.cuda.synchronize(target.torch_device)  # the last call may run
-        self._variants.clear()
-        self._built = None
-
-    def _in_torch(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+    def _in_torch(self, reason: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Compute a call in torch, and log each reason once."""
         if reason not in self._logged:
             self._logged.add(reason)
@@ -323,23 +304,17 @@ class CompiledMethod:
         return self._torch_result(args, kwargs)
 
     def _torch_result(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_check: bool = False) -> Any:
-        with self._weights.on_device(again=is_check), self._reported.for_torch(args, kwargs) as (given, named):
-            return self._in_class(self._module, *given, **named)
+        with self._weights.on_device(again=is_check):
+            if self._method.upcasts and is_upcast(self._module):
+                return in_float32(self._in_class, self._module, args, kwargs)
+            return self._in_class(self._module, *args, **kwargs)
 
 
-def why_not_processors(module: torch.nn.Module) -> str | None:
-    """Return that torch has to run the attention processors of a module, or None."""
-    if (name := foreign_processor(module)) is None:
-        return None
-    return f"its attention processor {name} may change between calls ({FREEZE_PROCESSORS} compiles it as it is)"
-
-
-def why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.device | None = None) -> str | None:
-    """Return why a module of any class cannot be compiled as it is now, or None.
+def why_not_now(module: torch.nn.Module, home: torch.device | None = None) -> str | None:
+    """Return why a module cannot be compiled as it is now, or None.
 
     Args:
         module: The module.
-        on_gpu: Whether it may be on a GPU.
         home: The device of the module if its weights are in the host's memory.
     """
     if module.training:
@@ -348,4 +323,4 @@ def why_not_now(module: torch.nn.Module, on_gpu: bool = False, home: torch.devic
         return "its forward was replaced"
     if has_inner_hooks(module):
         return "submodules have hooks"
-    return why_no_target(module, on_gpu, home)
+    return why_no_target(module, home)

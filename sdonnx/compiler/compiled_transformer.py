@@ -14,7 +14,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from sdonnx.compiler.compiled_text_encoders import zeros_and_ones
+from sdonnx.compiler.compiled_encoders import zeros_and_ones
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.export.pixart_export import TransformerDenoiser
 from sdonnx.models.pixart import PIXART

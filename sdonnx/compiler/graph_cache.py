@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -18,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sdonnx.compiler.graph_key import GraphKey, graph_key
+from sdonnx.compiler.graph_key import GraphKey, IndescribableError, graph_key
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.merged_adapters import without_adapters
-from sdonnx.compiler.module_description import IndescribableError
 from sdonnx.compiler.saved_graph import load_saved
 from sdonnx.errors import FolderError
 from sdonnx.folder.folder_cache import ENTRY, FolderCache, entry_info, graph_cache, require_unchanged
@@ -36,12 +36,10 @@ __all__ = ["ModuleGraphs"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_BASES = 8  # of entries with digests in memory
-
 _ATTEMPTS = 2  # a broken entry in a read-only folder stays there
 
 # Of the description of an entry: the parts of its key, which weights are parameters of the module, where the others are
-# in the file, and where changed parameters belong.
+# in the file, and where changed weights belong.
 _PARTS, _WEIGHTS, _STORED, _PLACES = "parts", "weights", "stored", "places"
 
 
@@ -56,17 +54,10 @@ class ModuleGraphs:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        method: GraphMethod,
-        saved: FolderCache | None = None,
-        weights: HostWeights | None = None,
+        self, module: torch.nn.Module, method: GraphMethod, saved: FolderCache | None, weights: HostWeights
     ) -> None:
-        self.module = module
-        self.weights = weights or HostWeights(module)
-        self.method = method
-        self.saved = saved
-        self._bases: list[tuple[GraphKey, Path]] = []  # entries that were loaded, in which values may change
+        self.module, self.method, self.saved, self.weights = module, method, saved, weights
+        self._loaded: dict[str, GraphKey] = {}  # the last entry of each kind of calls, in which values may change
 
     def load(
         self,
@@ -94,6 +85,8 @@ class ModuleGraphs:
             OptionError: SDONNX_CACHE_LIMIT is no size.
         """
         cache = graph_cache()
+        if frees:
+            self.weights.settle()  # graphs are loaded and keys computed from the host's memory
         module = without_adapters(self.module, signature.lora_scale)
         key = None
         if cache is not None or self.saved is not None:
@@ -103,65 +96,25 @@ class ModuleGraphs:
                 _LOGGER.debug("hashed %s in %.2f s", self._name, time.perf_counter() - start)
             except IndescribableError as reason:
                 _LOGGER.info("%s is not cached: %s", self._name, reason)
-        if frees:
-            self.weights.settle()  # after they were hashed, which the device does faster
         if key is None:
             return lambda: self._load_built(self._build(module, signature), signature)
-        if loads is None:
-            return lambda: self._load_known(cache, key, module, signature) or self._made(cache, key, module, signature)
 
         def load() -> Graph | None:
-            if (graph := self._load_known(cache, key, module, signature)) is not None:
+            if self.saved is not None:
+                has_entry = self.saved.has_entry(key.digest)
+                if (graph := self._load_from(self.saved, key, module, signature)) is not None:
+                    return graph
+                if not has_entry:  # a broken one has its own line in the log
+                    self._warn_of_another_state(self.saved, key)
+            return None if cache is None else self._load_from(cache, key, module, signature)
+
+        def load_early() -> Graph | None:
+            if (graph := load()) is not None:
                 loaded(graph)
             return graph
 
-        known = loads.submit(load)
-        return lambda: known.result() or self._made(cache, key, module, signature)
-
-    def _load_known(
-        self, cache: FolderCache | None, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
-    ) -> Graph | None:
-        """Load a graph from a cache; None if none has it."""
-        if self.saved is not None:
-            has_entry = self.saved.has_entry(key.digest)
-            if (graph := self._load_from(self.saved, key, module, signature)) is not None:
-                return graph
-            if not has_entry:  # a broken one has its own line in the log
-                self._warn_of_another_state(self.saved, key)
-        return None if cache is None else self._load_from(cache, key, module, signature)
-
-    def _made(
-        self, cache: FolderCache | None, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
-    ) -> Graph:
-        """Load the last graph with new values of parameters, or a new one, which is written into the user's cache."""
-        if cache is None:
-            return self._load_built(self._build(module, signature), signature)
-        if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, module, signature)) is not None:
-            return graph
-        return self._load_cached(cache, key, module, signature)
-
-    def _load_changed(
-        self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
-    ) -> Graph | None:
-        """Load the last graph with new values of parameters; None where anything else has changed.
-
-        Nothing is written into the cache.
-        """
-        bases = ((key.changed_from(base), base, path) for base, path in reversed(self._bases))
-        changed, base_key, path = next((each for each in bases if each[0]), (None, key, Path()))
-        if not changed or cache.find(base_key.digest) != path:
-            return None
-        info = entry_info(path)
-        places, references = info.get(_PLACES), info.get(_WEIGHTS)
-        if not isinstance(places, dict) or not isinstance(references, dict) or not places.keys() >= set(changed):
-            return None
-        from sdonnx.compiler.changed_values import load_changed
-
-        graph = load_changed(path, references, {name: places[name] for name in changed}, module, signature)
-        if graph is not None:
-            cache.keep(base_key.digest, graph)
-            _LOGGER.info("%s keeps its graph: %d parameters have new values", self._name, len(changed))
-        return graph
+        known = load if loads is None else loads.submit(load_early).result
+        return lambda: known() or self._made(cache, key, module, signature)
 
     def save(self, signature: GraphSignature, saved: FolderCache) -> str:
         """Write a graph into a folder of entries, from the user's cache or built again, and return its key.
@@ -174,7 +127,7 @@ class ModuleGraphs:
         module = without_adapters(self.module, signature.lora_scale)
         key = self._key(module, signature)
         cache = graph_cache()
-        cached = None if cache is None else _found(cache, key.digest)
+        cached = None if cache is None else _intact(cache, key.digest)
 
         def write(folder: Path) -> Mapping[str, Any]:
             if cached is None:
@@ -197,7 +150,7 @@ class ModuleGraphs:
         target = _target_parts(signature.target)
         if signature.quantization is not None:
             target["quantization"] = json.dumps(signature.quantization.as_json())  # in order: the first match decides
-        return graph_key(module, signature, self.method, target, self.weights.places())
+        return graph_key(module, signature, self.method, target)
 
     @property
     def _name(self) -> str:
@@ -216,27 +169,14 @@ class ModuleGraphs:
 
         return load_model(model, self._name, signature.target)
 
-    def _write(
-        self, model: ir.Model, module: torch.nn.Module, signature: GraphSignature, key: GraphKey, folder: Path
-    ) -> dict[str, Any]:
-        """Write the files of an entry, and return its description.
-
-        Raises:
-            OSError: The folder cannot be written, or another thread changed the module meanwhile.
-        """
-        from sdonnx.compiler.changed_values import parameter_places
-        from sdonnx.compiler.module_graph import save_model
-
-        references, stored = save_model(model, module, folder)
-        if self.key(signature) != key:
-            raise OSError(errno.EBUSY, "the module changed while it was compiled")
-        shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
-        places = parameter_places(model, module)
-        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _STORED: stored, _PLACES: places}
-
-    def _load_cached(
-        self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    def _made(
+        self, cache: FolderCache | None, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
     ) -> Graph:
+        """Load the last graph with new values of weights, or a new one, which is written into the user's cache."""
+        if cache is None:
+            return self._load_built(self._build(module, signature), signature)
+        if cache.find(key.digest) is None and (graph := self._load_changed(cache, key, module, signature)) is not None:
+            return graph
         for _ in range(_ATTEMPTS):
             built: list[ir.Model] = []
 
@@ -251,6 +191,46 @@ class ModuleGraphs:
             if (graph := self._load_from(cache, key, module, signature, is_new=is_new)) is not None:
                 return graph
         return self._load_built(self._build(module, signature), signature)
+
+    def _load_changed(
+        self, cache: FolderCache, key: GraphKey, module: torch.nn.Module, signature: GraphSignature
+    ) -> Graph | None:
+        """Load the last graph with new values of weights; None where anything else has changed. Nothing is written."""
+        base = self._loaded.get(key.parts["call"])
+        changed = base.changed_from(key) if base is not None else []
+        if base is None or not changed or (path := cache.find(base.digest)) is None:
+            return None
+        info = entry_info(path)
+        places, references = info.get(_PLACES), info.get(_WEIGHTS)
+        if not isinstance(places, dict) or not isinstance(references, dict) or not places.keys() >= set(changed):
+            return None
+        from sdonnx.compiler.changed_values import load_changed
+
+        graph = load_changed(path, references, {name: places[name] for name in changed}, module, signature)
+        if graph is not None:
+            cache.keep(base.digest, graph)
+            _LOGGER.info("%s keeps its graph: %d weights have new values", self._name, len(changed))
+        return graph
+
+    def _write(
+        self, model: ir.Model, module: torch.nn.Module, signature: GraphSignature, key: GraphKey, folder: Path
+    ) -> dict[str, Any]:
+        """Write the files of an entry, and return its description.
+
+        Raises:
+            OSError: The folder cannot be written, or another thread changed the module meanwhile.
+        """
+        from sdonnx.compiler.changed_values import weight_places
+        from sdonnx.compiler.module_graph import save_model
+
+        references, stored = save_model(model, module, folder)
+        if self.key(signature) != key:
+            raise OSError(errno.EBUSY, "the module changed while it was compiled")
+        shown = {name: key.parts[name] for name in ("class", "method")} | {"precision": signature.target.precision}
+        counts = Counter(key.tensors)
+        unique = {name for name, digest in zip(key.names, key.tensors, strict=True) if counts[digest] == 1}
+        places = weight_places(model, module, unique)
+        return {**shown, _PARTS: key.parts, _WEIGHTS: references, _STORED: stored, _PLACES: places}
 
     def _load_from(
         self,
@@ -291,7 +271,7 @@ class ModuleGraphs:
             return None
         cache.keep(key.digest, graph)
         if cache is not self.saved:
-            self._bases = [*self._bases, (key, path)][-_MAX_BASES:]
+            self._loaded[key.parts["call"]] = key
         _LOGGER.debug("loaded %s from %s in %.2f s", self._name, path, time.perf_counter() - start)
         return graph
 
@@ -306,7 +286,7 @@ class ModuleGraphs:
                 return
 
 
-def _found(cache: FolderCache, key: str) -> Path | None:
+def _intact(cache: FolderCache, key: str) -> Path | None:
     """Return the folder of a key after its files were checked; a broken entry is removed."""
     path = cache.find(key)
     if path is not None:

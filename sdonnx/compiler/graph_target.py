@@ -15,7 +15,7 @@ from sdonnx.runtime.device.device_thread import reserve_scratch
 from sdonnx.runtime.device.kernel_choice import choose_kernels
 from sdonnx.runtime.device.session import SessionSettings
 
-__all__ = ["REMEDY", "GraphTarget", "for_types", "host_target", "target_of", "why_no_target"]
+__all__ = ["REMEDY", "GraphTarget", "for_types", "host_target", "target_of", "target_on", "why_no_target"]
 
 REMEDY = "call the module without sdonnx.compile, and report the error"
 """What to do about a graph that ONNX Runtime rejects."""
@@ -54,18 +54,17 @@ def host_target() -> GraphTarget:
     return GraphTarget(device_for("cpu"), torch.float32)
 
 
-def why_no_target(module: torch.nn.Module, on_gpu: bool, home: torch.device | None = None) -> str | None:
+def why_no_target(module: torch.nn.Module, home: torch.device | None = None) -> str | None:
     """Return why no graph can have the weights of a module as they are, or None.
 
     Args:
         module: The module.
-        on_gpu: Whether it may be on a GPU.
         home: The device of the module if weights of it are in the host's memory (`HostWeights.device`).
     """
     device = None
     for name, tensor in module.named_parameters():
         place = home if home is not None and tensor.device.type == "cpu" else tensor.device
-        if place.type not in (_TYPES if on_gpu else ("cpu",)):
+        if place.type not in _TYPES:
             return f"{name} is on {place}"
         if device is not None and place != device:
             return f"{name} is on {place}, other weights are on {device}"
@@ -92,11 +91,18 @@ def target_of(module: torch.nn.Module, home: torch.device | None = None) -> Grap
         ProviderError: ONNX Runtime cannot use the GPU.
     """
     parameters = list(module.parameters())
-    device = home or (parameters[0].device if parameters else torch.device("cpu"))
-    if device.type == "cpu":
-        return host_target()
     is_half = any(tensor.dtype == torch.float16 for tensor in parameters)
-    return _gpu_target(device.index or 0, torch.float16 if is_half else torch.float32)
+    device = home or (parameters[0].device if parameters else torch.device("cpu"))
+    return target_on(device, torch.float16 if is_half else torch.float32)
+
+
+def target_on(device: torch.device, dtype: torch.dtype) -> GraphTarget:
+    """Return the target of graphs on a device.
+
+    Raises:
+        ProviderError: ONNX Runtime cannot use the GPU.
+    """
+    return host_target() if device.type == "cpu" else _gpu_target(device.index or 0, dtype)
 
 
 def for_types(target: GraphTarget, types: Iterable[str]) -> GraphTarget:

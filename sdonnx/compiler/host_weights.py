@@ -1,25 +1,25 @@
-"""Move torch's copy of the weights of a compiled module from a GPU to the host's memory, and back for calls in torch.
+"""The weights of a compiled module: whether they changed, and whether torch's copy is on the device or on the host.
 
-The graphs have their own weights on the GPU (docs/decisions/0182-keep-the-weights-of-torch-on-the-host.md).
+The graphs have their own weights on a GPU (docs/decisions/0182-keep-the-weights-of-torch-on-the-host.md).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from sdonnx.compiler.host_copies import copies_on_host
+from sdonnx.compiler.graph_method import GraphMethod
 from sdonnx.compiler.module_state import ModuleState
+from sdonnx.compiler.saved_graph import copy_bytes
 from sdonnx.errors import OptionError
 
-__all__ = ["HOST", "HostWeights", "HostedDropIn", "move_tensors"]
+__all__ = ["HOST", "HostWeights", "HostedDropIn"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -30,53 +30,70 @@ HOST = torch.device("cpu")
 
 
 class HostWeights:
-    """Where the weights of a compiled module are: on its device, or in the host's memory once its graphs are loaded.
+    """State and place of the weights of a compiled module; all of its graphs have one.
 
-    The tensors stay the same objects, so that changes are noticed as before, and the module is compiled from the host's
-    memory after one. States of the module from before a move count as current after it if they did before it.
+    The tensors stay the same objects when they move.
 
     Args:
         module: The module.
-        stays: Names of submodules that pipelines call themselves; their weights stay on the device.
+        method: A method with the attributes that do not count, and the submodules that stay on the device.
 
     Attributes:
         wanted: Whether the weights move to the host's memory after the module was compiled.
         device: The device of the module while its weights are in the host's memory, otherwise None.
+        version: Number of the module's state; a graph with a smaller one is out of date.
     """
 
-    def __init__(self, module: torch.nn.Module, stays: Collection[str] = ()) -> None:
+    def __init__(self, module: torch.nn.Module, method: GraphMethod) -> None:
         self.wanted = False
         self.device: torch.device | None = None
-        self._module, self._stays = module, frozenset(stays)
-        self._states = WeakSet[ModuleState]()
+        self.version = 0
+        self._module, self._method = module, method
+        self._state: ModuleState | None = None
         self._due = False
         self._calls = 0  # of torch, in all threads
         self._lock = threading.RLock()
 
-    def compiled(self, take: Callable[[], ModuleState]) -> ModuleState:
-        """Return the state of the module that a graph is compiled from; the weights move at the next `settle`."""
+    def current_version(self) -> int:
+        """Compare the module with its state, and return the number of the state that it has now."""
         with self._lock:
-            state = take()
-            self._states.add(state)
-            self._due = True
-            return state
+            if self._state is None or not self._state.is_current():
+                self.refresh()
+                self._state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
+            return self.version
 
-    def is_current(self, state: ModuleState) -> bool:
-        """Return whether the module has not changed since a state was taken."""
+    def refresh(self) -> None:
+        """Have the module count as changed."""
         with self._lock:
-            return state.is_current(self._module)
+            self._state = None
+            self.version += 1
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a tensor of the module requires a gradient."""
+        return self._state is not None and any(each.requires_grad for each in self._state.tensors)
+
+    def compiling(self) -> None:
+        """Note that a graph gets the weights: they move at the next `settle`."""
+        self._due = True
 
     def settle(self) -> None:
         """Move the weights to the host's memory if a graph was compiled and torch computes no call."""
-        if not self._due:
-            return
         with self._lock:
-            if self._calls:
+            if not self._due or self._calls:
                 return
             self._due = False
             device = self.device or next((each.device for each in self._module.parameters()), HOST)
-            if self.wanted and device.type in _FROM and not self._has_gradients():
-                self._move_to_host(device)
+            has_gradients = any(each.grad is not None for each in self._module.parameters())
+            if not self.wanted or device.type not in _FROM or has_gradients:
+                return
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # calls on other streams may read the memory
+            size = self._move(HOST, device)
+            self.device = device
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # ONNX Runtime has another allocator
+            _LOGGER.info("%.0f MB of weights of %s moved to the host's memory", size, type(self._module).__name__)
 
     @contextmanager
     def on_device(self, again: bool = False) -> Iterator[None]:
@@ -120,7 +137,7 @@ class HostWeights:
                     "weights on the GPU",
                     'pass {"options": {"freezing": False}} to compile_pipe',
                 )
-            self._move(device, [each for each in self._tensors() if each.device.type == HOST.type])
+            self._move(device, HOST)
             self.device = None
             _LOGGER.info("the weights of %s are on %s again, for torch", name, device)
 
@@ -128,53 +145,37 @@ class HostWeights:
         """Note that the caller moves the module to another device, where its graphs cannot be used."""
         with self._lock:
             self.device = None
-            for state in self._states:
-                state.release()
+            self.refresh()
 
-    def places(self) -> dict[int, torch.device]:
-        """Return the device of each tensor that was moved to the host's memory, by the tensor's id."""
-        with self._lock:
-            device = self.device
-            if device is None:
-                return {}
-            return {id(each): device for each in self._tensors() if each.device.type == HOST.type}
-
-    def _move_to_host(self, device: torch.device) -> None:
-        tensors = [each for each in self._tensors() if each.device == device]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # calls on other streams may read the memory
-        self._move(HOST, tensors)
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # ONNX Runtime has another allocator
-        size = sum(each.nbytes for each in tensors) / 1e6
-        _LOGGER.info("%.0f MB of weights of %s moved to the host's memory", size, type(self._module).__name__)
-
-    def _move(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        """Move tensors; each state follows, and none keeps the memory from before."""
-        states = list(self._states)
-        current = [state for state in states if state.is_current(self._module)]
-        for state in states:
+    def _move(self, device: torch.device, source: torch.device) -> float:
+        """Move the floating-point tensors on one device to another one, and return their size in MB."""
+        stays = [
+            each for name, part in self._module.named_modules()
+            if name.rpartition(".")[2] in self._method.called_directly
+            for each in chain(part.parameters(), part.buffers())
+        ]  # fmt: skip
+        kept = {id(each) for each in stays}
+        found = {id(each): each for each in chain(self._module.parameters(), self._module.buffers())}
+        tensors = [
+            each for key, each in found.items()
+            if key not in kept and each.device == source and type(each.data) is torch.Tensor
+            and each.dtype.is_floating_point and each.layout == torch.strided and not each.is_inference()
+        ]  # fmt: skip
+        state = self._state if self._state is not None and self._state.is_current() else None
+        if state is None:
+            self.refresh()
+        else:
             state.release()
         try:
-            move_tensors(tensors, device)
+            with torch.inference_mode(False), torch.no_grad():
+                moved = [torch.empty_like(each, device=device) for each in tensors]
+                copy_bytes(tensors, moved)
+                for each, copy in zip(tensors, moved, strict=True):
+                    each.data = copy
         finally:
-            for state in current:
+            if state is not None:
                 state.renew()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Return the parameters and buffers in floating point that may move, each once."""
-        kept = {
-            id(tensor)
-            for name, part in self._module.named_modules()
-            if name.rpartition(".")[2] in self._stays
-            for tensor in chain(part.parameters(), part.buffers())
-        }
-        found = {id(each): each for each in chain(self._module.parameters(), self._module.buffers())}
-        return [each for key, each in found.items() if key not in kept and _can_move(each)]
-
-    def _has_gradients(self) -> bool:
-        return any(each.grad is not None for each in self._module.parameters())
+        return sum(each.nbytes for each in tensors) / 1e6
 
 
 class HostedDropIn:
@@ -196,39 +197,15 @@ class HostedDropIn:
         base: Any = super()
         weights: HostWeights = self._programs.weights
         device = weights.device
-        if device is not None and _destination(fn, device) != device:
+
+        def destination(place: torch.device) -> torch.device:
+            return fn(torch.empty(0, device=place)).device
+
+        if device is not None and destination(device) != device:
             weights.forget()
-        elif device is not None and _destination(fn, HOST) != HOST:
+        elif device is not None and destination(HOST) != HOST:
             types = {each.dtype for each in base.parameters()}
             if all(fn(torch.empty(0, dtype=dtype)).dtype == dtype for dtype in types):
                 return self
             weights.forget()
         return base._apply(fn, *args, **kwargs)
-
-
-def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move the memory of dense tensors to a device; tensors that share memory share it afterwards too.
-
-    The tensors stay the same objects, with their version counters, shapes and strides.
-    """
-    tensors = list(tensors)
-    with torch.inference_mode(False), torch.no_grad():
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-        octets = [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in storages.values()]
-        to_host = device.type == HOST.type
-        copies = copies_on_host(octets) if to_host else [each.to(device, copy=True) for each in octets]
-        moved = {key: each.untyped_storage() for key, each in zip(storages, copies, strict=True)}
-        for tensor in tensors:
-            view = torch.empty(0, dtype=tensor.dtype, device=device)
-            place = moved[tensor.untyped_storage().data_ptr()]
-            tensor.data = view.set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _can_move(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor.data) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
-    return is_plain and tensor.dtype.is_floating_point and tensor.numel() > 0
-
-
-def _destination(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.device:
-    """Return the device of the result of a conversion, for a tensor on a device."""
-    return fn(torch.empty(0, device=device)).device

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
-from sdonnx.compiler.export_call import first_line
 from sdonnx.compiler.graph_method import GraphSignature
 from sdonnx.compiler.graph_quantization import denoiser_policy
 from sdonnx.compiler.graph_target import REMEDY, GraphTarget
@@ -43,7 +43,7 @@ from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["EXPORTED", "build_model", "fuse_model", "load_model", "save_model"]
+__all__ = ["EXPORTED", "build_model", "first_line", "fuse_model", "load_model", "save_model"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ _SHARED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int64), np.dt
 _READERS = 4  # threads that compute weights; each has a copy of one in float32
 
 _NOWHERE = "in_memory"  # name of the file of external data, which does not exist
+
+_MAX_CHARACTERS = 200  # of an error of torch in the log
 
 _REMEDY = ("a module that sdonnx can compile", REMEDY)
 
@@ -158,6 +160,14 @@ def fuse_model(model: ir.Model, name: str, device: Device) -> None:
     """
     _log_fusions(fuse(model, device.provider), name)
     tidy(model)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type and the first line of an error, or of the one that torch's exporter wrapped, shortened."""
+    while isinstance(error, torch.onnx.OnnxExporterError) and error.__cause__ is not None:
+        error = error.__cause__
+    lines = chain(str(error).strip().splitlines(), [""])
+    return f"{type(error).__name__}: {next(lines)}"[:_MAX_CHARACTERS]
 
 
 def _log_fusions(outcomes: Iterable[StageOutcome], name: str) -> None:

@@ -12,7 +12,7 @@ from sdonnx._version import __version__
 from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.compile_options import check_options
 from sdonnx.compiler.compile_pipe import compile_parts, modules_of
-from sdonnx.compiler.module_description import IndescribableError
+from sdonnx.compiler.graph_key import IndescribableError
 from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.folder_cache import FolderCache
 from sdonnx.folder.lock import PARTIAL

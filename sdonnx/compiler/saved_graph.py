@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,19 +15,38 @@ import numpy.typing as npt
 import torch
 from onnxruntime import OrtValue
 
-from sdonnx.compiler.device_weights import device_weights
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
+from sdonnx.runtime.device.cuda import cuda
 from sdonnx.runtime.device.device import memory_errors
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["float_tensors", "load_saved", "loaded_graph", "stored_place", "stored_weights"]
+__all__ = [
+    "MIN_BYTES",
+    "copy_bytes",
+    "device_weights",
+    "float_tensors",
+    "load_saved",
+    "loaded_graph",
+    "stored_place",
+    "stored_weights",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
 # Numpy's names of types, by onnx_ir's names.
 _NAMES = {"FLOAT16": "<f2", "FLOAT": "<f4"}
+
+MIN_BYTES = 2**20
+"""Size of the smallest weight in the block: CUDA puts smaller allocations together into one page."""
+
+_ALIGNMENT = 256  # of the addresses that cudaMalloc returns, which kernels may rely on
+
+# Types that ONNX Runtime accepts by DLPack.
+_TYPES = (torch.float16, torch.float32)
+
+_BUFFER_BYTES = 2**25  # of pinned memory: far more than a transfer needs to reach the rate of the bus
 
 # In the message of ONNX Runtime about a graph with nodes on the CPU.
 _NOT_CAPTURED = "cannot use the graph capture feature"
@@ -130,3 +151,97 @@ def float_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers in float32 and float16, by name."""
     tensors = {**dict(module.named_buffers()), **module.state_dict()}
     return {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in (torch.float32, torch.float16)}
+
+
+def device_weights(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, OrtValue]:
+    """Return the large weights of a graph as tensors of ONNX Runtime in one block of torch's memory on a device.
+
+    ONNX Runtime allocates each weight by itself, and CUDA gives an allocation of 1 MiB or more whole pages of 2 MiB
+    (docs/decisions/0195-place-weights-in-one-block.md). The block lives as long as one of the tensors.
+
+    Args:
+        values: Contiguous tensors in the host's memory, by name of the initializer.
+        device: Where the graph runs.
+
+    Raises:
+        RuntimeError: The device has too little memory.
+    """
+    chosen = {name: each for name, each in values.items() if each.nbytes >= MIN_BYTES and each.dtype in _TYPES}
+    if not chosen:
+        return {}
+    sizes = (-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in chosen.values())
+    places = list(pairwise(accumulate(sizes, initial=0)))
+    with torch.inference_mode(False), torch.no_grad():
+        block = torch.empty(places[-1][1], dtype=torch.uint8, device=device)
+        if block.is_cuda:
+            # torch may give the memory away as soon as it is released, while a run of the graph is queued.
+            stream: Any = torch.cuda.ExternalStream(cuda(block.device.index).stream, device)
+            block.record_stream(stream)
+        parts = {
+            name: block[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            for (start, _), (name, each) in zip(places, chosen.items(), strict=True)
+        }
+        copy_bytes(list(chosen.values()), list(parts.values()))
+        return {name: OrtValue.from_dlpack(part) for name, part in parts.items()}
+
+
+def copy_bytes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy tensors between a GPU and the host's pageable memory, and wait.
+
+    The driver copies pageable memory on one thread. Here torch's threads copy one of two pinned buffers while the
+    device reads or fills the other one.
+
+    Args:
+        sources: Tensors on one device, as the current stream leaves them.
+        targets: Tensors with their types, shapes and strides on another device.
+    """
+    device = next((each.device for each in (*sources, *targets) if each.is_cuda), None)
+    if device is None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return
+    to_host = sources[0].is_cuda
+    buffers = [_pinned(), _pinned()]
+    waiting: list[Any] = [None, None]  # the event of each buffer, and what is to be copied out of it
+    stream: Any = torch.cuda.Stream(device)  # two threads may copy at the same time
+    stream.wait_stream(torch.cuda.current_stream(device))
+
+    def finish(index: int) -> None:
+        if waiting[index] is not None:
+            event, buffered, copy = waiting[index]
+            event.synchronize()
+            if to_host:
+                copy.copy_(buffered)
+            waiting[index] = None
+
+    with torch.cuda.stream(stream):
+        for count, (source, target) in enumerate(_pieces(sources, targets)):
+            finish(count % 2)
+            buffered = buffers[count % 2][: len(source)]
+            buffered.copy_(source, non_blocking=True)
+            if not to_host:
+                target.copy_(buffered, non_blocking=True)
+            waiting[count % 2] = stream.record_event(), buffered, target
+            if to_host and count:
+                finish((count + 1) % 2)
+        finish(0)
+        finish(1)
+
+
+def _pieces(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the memory of tensors in pieces that fit a buffer; others than dense tensors are copied at once."""
+    for source, target in zip(sources, targets, strict=True):
+        if not source.is_contiguous() and not source.is_contiguous(memory_format=torch.channels_last):
+            target.copy_(source)
+            continue
+        pairs = [each.as_strided((each.numel(),), (1,)).view(torch.uint8) for each in (source, target)]
+        yield from zip(*(each.split(_BUFFER_BYTES) for each in pairs), strict=True)
+
+
+def _pinned() -> torch.Tensor:
+    """Return a buffer of the host's memory, pinned if the system can."""
+    with suppress(RuntimeError):  # also the class of torch's errors about memory
+        return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(_BUFFER_BYTES, dtype=torch.uint8)

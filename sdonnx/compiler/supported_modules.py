@@ -16,8 +16,7 @@ from transformers import (
 
 from sdonnx.compiler.compiled_autoencoder import AutoencoderDecode, AutoencoderEncode
 from sdonnx.compiler.compiled_controlnet import ControlNetForward
-from sdonnx.compiler.compiled_image_encoder import ClipVisionForward
-from sdonnx.compiler.compiled_text_encoders import ClipForward, ProjectedClipForward, T5Forward
+from sdonnx.compiler.compiled_encoders import ClipForward, ClipVisionForward, ProjectedClipForward, T5Forward
 from sdonnx.compiler.compiled_transformer import TransformerForward
 from sdonnx.compiler.compiled_unet import UNetForward
 from sdonnx.compiler.graph_method import GraphMethod

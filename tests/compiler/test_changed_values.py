@@ -20,11 +20,11 @@ from support.graphs import run
 from support.logged_lines import logged_lines
 from support.lora_files import write_lora
 from support.pipeline_cache import PipelineCache
-from support.small_modules import small_autoencoder, small_text_encoder, small_unet, unet_inputs, unet_output, wide_unet
+from support.small_modules import small_text_encoder, small_unet, unet_inputs, unet_output, wide_unet
 
 import sdonnx
 from sdonnx.compiler import changed_values
-from sdonnx.compiler.changed_values import load_changed, parameter_places
+from sdonnx.compiler.changed_values import load_changed, weight_places
 from sdonnx.compiler.compile_module import programs_of
 from sdonnx.compiler.graph_target import GraphTarget
 from sdonnx.compiler.module_graph import build_model, load_model, save_model
@@ -46,14 +46,12 @@ def _places(folder: Path) -> dict[str, Any]:
 def _load(unet: Any) -> None:
     other = small_unet()
     torch.manual_seed(9)
-    state = {
-        name: each + 0.1 * torch.randn_like(each) for name, each in other.state_dict().items() if "norm" not in name
-    }
+    state = {name: each + 0.1 * torch.randn_like(each) for name, each in other.state_dict().items() if each.ndim > 1}
     unet.load_state_dict(state, strict=False)
 
 
 def _step(unet: Any) -> None:
-    chosen = [each.requires_grad_() for name, each in unet.named_parameters() if "attn" in name]
+    chosen = [each.requires_grad_() for name, each in unet.named_parameters() if "attn" in name and each.ndim > 1]
     optimizer = torch.optim.SGD(chosen, lr=1.0)
     unet(*unet_inputs()).sample.square().mean().backward()
     optimizer.step()
@@ -62,16 +60,11 @@ def _step(unet: Any) -> None:
 
 
 def _scale(unet: Any) -> None:
-    unet.conv_in.weight.data.mul_(2)
-
-
-def _bias(unet: Any) -> None:
     with torch.no_grad():
-        unet.conv_out.bias[0] = 3
-        unet.mid_block.attentions[0].transformer_blocks[0].ff.net[0].proj.bias.mul_(-2)
+        unet.conv_in.weight.mul_(2)
 
 
-@pytest.mark.parametrize("changes", [(_load, _scale), (_step, _bias, _load)])
+@pytest.mark.parametrize("changes", [(_load, _scale), (_step, _load)])
 def test_graph_stays(changes: tuple[Callable[[Any], None], ...], builds: mock.Mock) -> None:
     unet = small_unet()
     compiled = sdonnx.compile(unet)
@@ -148,15 +141,15 @@ def test_other_changes_build_a_graph(folder: Path, builds: mock.Mock) -> None:
         with torch.no_grad():
             return relative_error(compiled(ids)[0].numpy(), encoder(ids)[0].numpy())
 
-    norm.weight.data.mul_(1.5)
+    norm.weight = torch.nn.Parameter(1.5 * norm.weight, requires_grad=False)
     assert error() < 1e-5
     assert builds.call_count == 2
     mlp.activation_fn = torch.nn.GELU()
-    mlp.fc1.weight.data.mul_(2)
+    mlp.fc1.weight = torch.nn.Parameter(2 * mlp.fc1.weight, requires_grad=False)
     assert error() < 1e-5
     assert builds.call_count == 3
     shutil.rmtree(folder)
-    mlp.fc1.weight.data.mul_(2)
+    mlp.fc1.weight = torch.nn.Parameter(2 * mlp.fc1.weight, requires_grad=False)
     assert error() < 1e-5
     assert builds.call_count == 4
 
@@ -184,20 +177,11 @@ def test_parameters_that_may_share_an_initializer_or_a_layout_are_left_out(folde
     for name in ("attn1.to_q", "attn1.to_k", "attn1.to_v"):
         assert f"{prefix}.{name}.weight" not in places
     assert "conv_in.weight" not in places
-    assert {f"{prefix}.attn1.to_out.0.weight", f"{prefix}.attn2.to_q.weight", "conv_out.bias"} <= places.keys()
+    assert {f"{prefix}.attn1.to_out.0.weight", f"{prefix}.attn2.to_q.weight"} <= places.keys()
     with torch.no_grad():
         attention.to_k.weight.mul_(2)
         unet.conv_in.weight[0, 0, 1, 2] = 3
     assert relative_error(unet_output(compiled), unet_output(unet)) < 1e-5
-
-
-def test_tensors_are_compared_beyond_their_samples() -> None:
-    first = torch.rand(100, 100)
-    second, other_shape, last = first.clone(), first.reshape(200, 50), torch.rand(100, 100)
-    tensors = {"first": first, "second": second, "other shape": other_shape, "last": last}
-    assert changed_values._single(tensors) == {"other shape", "last"}
-    second[0, 1] += 1  # every second value is a sample
-    assert changed_values._single(tensors) == tensors.keys()
 
 
 def test_quantized_weights_are_quantized_again(folder: Path, builds: mock.Mock) -> None:
@@ -207,16 +191,6 @@ def test_quantized_weights_are_quantized_again(folder: Path, builds: mock.Mock) 
     _load(unet)
     assert 1e-3 < relative_error(unet_output(compiled), unet_output(unet)) < 2e-2
     assert builds.call_count == 2
-
-
-def test_autoencoder() -> None:
-    vae, latents = small_autoencoder(), torch.randn(1, 4, 6, 5)
-    compiled = sdonnx.compile(vae)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in vae.decoder.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-        assert relative_error(compiled.decode(latents).sample.numpy(), vae.decode(latents).sample.numpy()) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -256,7 +230,7 @@ def test_graph_of_a_gpu(tmp_path: Path) -> None:
     target = GraphTarget(Device("cuda", 0), torch.float16, settings)
     signature = replace(method.signature(unet, method.variant(unet, None, None)), target=target)
     model = build_model(unet.half(), signature, method.prepare)
-    places = parameter_places(model, unet)
+    places = weight_places(model, unet, set(dict(unet.named_parameters())))
     references, _ = save_model(model, unet, tmp_path)
     products = [name for name, each in unet.named_parameters() if each.ndim > 1]
     assert len(places.keys() & set(products)) > 0.9 * len(products)

@@ -64,7 +64,7 @@ def test_decoder_matches(autoencoders: tuple[Any, Any], shape: tuple[int, ...], 
 def test_encoder_is_compiled_by_its_first_call(warned: list[str]) -> None:
     autoencoder = _autoencoder()
     compiled = sdonnx.compile(autoencoder)
-    assert [each._built is not None for each in compiled._programs.values()] == [True, False]
+    assert [each._built is not None for each in compiled._programs.methods.values()] == [True, False]
     for size in ((16, 24), (32, 8)):
         image = torch.rand(2, 3, *size) * 2 - 1
         ours, theirs = compiled.encode(image).latent_dist, autoencoder.encode(image).latent_dist
@@ -72,7 +72,7 @@ def test_encoder_is_compiled_by_its_first_call(warned: list[str]) -> None:
         assert _error(ours.logvar, theirs.logvar) < 1e-4
         sample = ours.sample(torch.manual_seed(1))
         assert _error(sample, theirs.sample(torch.manual_seed(1))) < 1e-4
-    assert [each._built is not None for each in compiled._programs.values()] == [True, True]
+    assert [each._built is not None for each in compiled._programs.methods.values()] == [True, True]
     assert warned == []
     compiled.encode(torch.zeros(1, 3, 17, 16))
     assert warned == ["torch computes a call of AutoencoderKL: its size is not a multiple of 2 pixels"]
@@ -81,7 +81,7 @@ def test_encoder_is_compiled_by_its_first_call(warned: list[str]) -> None:
 def test_slices_run_in_the_graph_and_tiles_in_torch(autoencoders: tuple[Any, Any], warned: list[str]) -> None:
     autoencoder, compiled = autoencoders
     latents = torch.randn(2, 4, 20, 20)
-    graph = compiled._programs["_decode"]._built.graph
+    graph = compiled._programs.methods["_decode"]._built.graph
     with mock.patch.object(graph, "run", wraps=graph.run) as run:
         compiled.enable_slicing()
         assert _error(compiled.decode(latents).sample, autoencoder.decode(latents).sample) < 1e-4
@@ -166,11 +166,11 @@ def test_hooks_that_capture_hidden_states_are_no_change() -> None:
     with torch.inference_mode():
         encoder(_ids(1, 4), output_hidden_states=True)
     assert any(part._forward_hooks for part in encoder.modules())
-    assert state.is_current(encoder)
+    assert state.is_current()
     assert not has_inner_hooks(encoder)
     encoder.encoder.register_forward_hook(lambda module, args, output: output)
     assert has_inner_hooks(encoder)
-    assert not state.is_current(encoder)
+    assert not state.is_current()
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_control_net(micro: Path, noted: list[str]) -> None:
     control_net: Any = pipe.controlnet
     assert isinstance(control_net, CompiledModule)
     programs: Any = control_net._programs
-    graph = programs["forward"]._built.graph
+    graph = programs.methods["forward"]._built.graph
     with mock.patch.object(graph, "run", wraps=graph.run) as runs:
         ours = [run(pipe, scale) for scale in (1.0, 0.0)]
     assert runs.call_count >= 2 * SIZE["num_inference_steps"]

@@ -24,11 +24,12 @@ from support.small_modules import (
 )
 
 import sdonnx
-from sdonnx.compiler import graph_quantization
+from sdonnx.compiler import graph_quantization, result_checks
 from sdonnx.compiler.compile_options import check_options
-from sdonnx.compiler.graph_quantization import CHECKED_CALLS, MAX_ERROR, GraphQuantization, QuantizationCheck
+from sdonnx.compiler.graph_quantization import GraphQuantization
 from sdonnx.compiler.graph_target import GraphTarget, for_types
 from sdonnx.compiler.module_graph import build_model
+from sdonnx.compiler.result_checks import CHECKED_CALLS, MAX_QUANTIZED_ERROR, ResultCheck
 from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import entry_info
@@ -61,7 +62,7 @@ def _signature(unet: Any, target: GraphTarget) -> Any:
 
 
 def test_bound_is_that_of_folders() -> None:
-    assert MAX_ERROR == Bounds.DEFAULT_MAX_ERROR
+    assert MAX_QUANTIZED_ERROR == Bounds.DEFAULT_MAX_ERROR
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_errors_are_those_of_the_type(kind: str, lowest: float, highest: float, 
     compiled = sdonnx.compile(unet, options={"mode": "O3", "quant_type": kind})
     assert lowest < _error(compiled, unet) < highest
     assert [line for line in noted if "weights in" in line and "MB ->" in line]
-    assert [line for line in noted if "is not quantized" in line] == []
+    assert [line for line in noted if "disagrees" in line] == []
 
 
 def test_transformer() -> None:
@@ -92,20 +93,20 @@ def test_a_graph_above_the_bound_is_replaced(noted: list[str]) -> None:
     """The call itself has torch's result, and so have later ones; a change of the module quantizes nothing again."""
     unet = small_unet()
     compiled = sdonnx.compile(unet, options={"quant_type": "int8_weightonly"})
-    with mock.patch.object(graph_quantization, "MAX_ERROR", 1e-4):
+    with mock.patch.object(result_checks, "MAX_QUANTIZED_ERROR", 1e-4):
         assert _error(compiled, unet) == 0
         assert _error(compiled, unet) < 1e-5
         with torch.no_grad():
             unet.conv_out.weight.mul_(1.5)
         assert _error(compiled, unet) < 1e-5
-    refusals = [line for line in noted if "is not quantized" in line]
+    refusals = [line for line in noted if "disagrees" in line]
     assert len(refusals) == 1
-    assert "UNet2DConditionModel is not quantized: in call 1 the error of 8 bits is 0.00" in refusals[0]
+    assert refusals[0].startswith("the graph of UNet2DConditionModel disagrees with torch, and is replaced: a tensor ")
 
 
 def test_calls_that_are_checked() -> None:
     exact, far = torch.ones(3), torch.full((3,), 1.2)
-    check, asked = QuantizationCheck("UNet"), list[int]()
+    check, asked = ResultCheck("UNet", enabled=False, quantized=True), list[int]()
 
     def in_torch() -> torch.Tensor:
         asked.append(check._calls)
@@ -115,10 +116,10 @@ def test_calls_that_are_checked() -> None:
         check.checked(exact, in_torch, ())
     assert tuple(asked) == CHECKED_CALLS
     assert (check.waits, check.failed) == (False, False)
-    assert QuantizationCheck("UNet").checked(far, lambda: exact, ()) is exact
-    failing = QuantizationCheck("UNet")
-    assert failing.checked(torch.full((3,), float("nan")), lambda: exact, ()) is exact
-    assert failing.failed
+    for wrong in (far, torch.full((3,), float("nan"))):
+        failing = ResultCheck("UNet", enabled=False, quantized=True)
+        assert failing.checked(wrong, lambda: exact, ()) is exact
+        assert failing.failed
 
 
 def test_graphs_of_o2_are_not_taken(folder: Path, noted: list[str]) -> None:
@@ -219,4 +220,4 @@ def test_graph_of_o3_multiplies_in_fp8(capability: mock.Mock) -> None:
     (ours,) = run(model, feeds).values()
     with torch.no_grad():
         theirs = unet.float()(sample, torch.tensor([timestep] * 2), text).sample
-    assert 1e-3 < relative_error(ours.astype(np.float32), theirs.numpy()) < MAX_ERROR
+    assert 1e-3 < relative_error(ours.astype(np.float32), theirs.numpy()) < MAX_QUANTIZED_ERROR

@@ -1,4 +1,4 @@
-"""Weights in one block, with host memory instead of a GPU's, and copies into it."""
+"""Weights in one block, with host memory instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import pytest
 import torch
 
-from sdonnx.compiler.device_weights import MIN_BYTES, device_weights
-from sdonnx.compiler.host_copies import BUFFER_BYTES, copy_to_device
-from sdonnx.compiler.saved_graph import _ort_value, stored_place, stored_weights
+from sdonnx.compiler.saved_graph import MIN_BYTES, _ort_value, device_weights, stored_place, stored_weights
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
@@ -56,16 +53,6 @@ def test_large_weights_share_one_block() -> None:
 
 def test_no_large_weights() -> None:
     assert device_weights({"small": torch.ones(3)}, CPU) == {}
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 7, 64, BUFFER_BYTES])
-def test_copies_into_a_block(buffer_bytes: int) -> None:
-    generator = torch.manual_seed(0)
-    sources = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in (3, 0, 200, 7, 64)]
-    targets = [torch.zeros_like(each) for each in sources]
-    copy_to_device(sources, targets, buffer_bytes)
-    assert all(map(torch.equal, sources, targets))
-    copy_to_device([], [])
 
 
 def test_a_graph_reads_its_weights_from_the_block(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from support.small_modules import TEXT_WIDTH, small_text_encoder, small_unet
 
 from sdonnx.compiler import graph_key as module_of_keys
-from sdonnx.compiler.compiled_text_encoders import ClipForward
+from sdonnx.compiler.compiled_encoders import ClipForward
 from sdonnx.compiler.compiled_unet import UNetForward, UNetVariant
-from sdonnx.compiler.graph_key import GraphKey, graph_key
-from sdonnx.compiler.module_description import IndescribableError
+from sdonnx.compiler.graph_key import GraphKey, IndescribableError, graph_key
 
 CPU = {"provider": "cpu", "precision": "float32"}
 
@@ -233,6 +232,18 @@ def _own_function(unet: Any) -> None:
     unet.conv_in.scale = lambda: 2
 
 
+def _own_wrapper(unet: Any) -> None:
+    """functools.wraps copies the names of the function that it wraps."""
+    original = type(unet.conv_act).forward
+
+    @functools.wraps(original)
+    def forward(self: Any, states: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = 2 * original(self, states)
+        return doubled
+
+    unet.conv_act.own = forward
+
+
 def _own_submodule(unet: Any) -> None:
     class Scaled(torch.nn.SiLU):
         pass
@@ -270,6 +281,7 @@ def _subclass_of_tensor(unet: Any) -> None:
     [
         (_own_processor, r"processor is .*OwnProcessor, which is not of sdonnx, torch"),
         (_own_function, r"conv_in\.scale is .*<lambda>, which is not of"),
+        (_own_wrapper, r"conv_act\.own is .*forward, which is not of"),
         (_own_submodule, r"conv_act is .*Scaled, which is not of"),
         (_own_enum_of_state, r"conv_in\.state is a builtins\.list_iterator"),
         (_inner_hook, "hooks"),

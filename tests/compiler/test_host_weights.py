@@ -20,12 +20,11 @@ from support.small_modules import TEXT_WIDTH, small_autoencoder, small_image_enc
 from support.torch_graphs import graphs_in_torch
 
 import sdonnx
-from sdonnx.compiler import compile_module, compile_pipe, graph_cache, host_weights, module_graph, tensor_digest
+from sdonnx.compiler import compile_module, compile_pipe, graph_cache, host_weights, module_graph
 from sdonnx.compiler.compile_module import compile_with
+from sdonnx.compiler.compiled_encoders import ClipForward
 from sdonnx.compiler.graph_target import target_of, why_no_target
-from sdonnx.compiler.host_weights import HostWeights, move_tensors
-from sdonnx.compiler.module_state import ModuleState
-from sdonnx.compiler.tensor_digest import tensors_digest
+from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.metrics import relative_error
 
@@ -62,52 +61,53 @@ def error(ours: Any, theirs: Any) -> float:
     return relative_error(ours.sample.numpy(), theirs.sample.numpy())
 
 
-def test_moved_tensors_keep_their_layout_and_share_memory() -> None:
-    whole = torch.arange(48.0).reshape(1, 2, 4, 6)
-    image = torch.arange(48.0).reshape(1, 2, 4, 6).contiguous(memory_format=torch.channels_last)
-    part, turned = whole[:, 1:], whole.transpose(2, 3)
-    tensors = [whole, image, part, turned]
-    before = [each.clone() for each in tensors]
-    found = [(each.stride(), each.storage_offset(), each._version) for each in tensors]
-    old = {each.data_ptr() for each in tensors}
-    with torch.inference_mode():
-        move_tensors(tensors, CPU)
-    assert all(torch.equal(each, values) for each, values in zip(tensors, before, strict=True))
-    assert [(each.stride(), each.storage_offset(), each._version) for each in tensors] == found
-    assert not old & {each.data_ptr() for each in tensors}
-    assert not any(each.is_inference() for each in tensors)
-    whole.zero_()
-    assert not part.any()
-    assert not turned.any()
-    assert image.any()
+def settled(module: torch.nn.Module) -> HostWeights:
+    """Return the weights of a module after its graphs were compiled."""
+    weights = HostWeights(module, ClipForward())
+    weights.wanted = True
+    weights.current_version()
+    weights.compiling()
+    weights.settle()
+    return weights
 
 
 @pytest.mark.usefixtures("frees")
-def test_nothing_keeps_the_memory_from_before() -> None:
-    """States of the module follow; one that is out of date stays so."""
-    module: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    array = np.ones((3, 3), np.float32)
-    module[0].weight.data = torch.from_numpy(array)
+def test_moved_tensors_keep_their_layout() -> None:
+    """They stay the same objects, with the same values, and the module counts as unchanged."""
+    module: Any = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[0].to(memory_format=torch.channels_last)
+    module[1].weight.data = torch.randn(3, 6)[:, ::2]
+    module[2].weight = module[1].weight
+    array = np.ones(3, np.float32)
+    module[1].bias.data = torch.from_numpy(array)
     memory = weakref.ref(array)
     del array
-    weights = HostWeights(module)
-    weights.wanted = True
-    old = weights.compiled(lambda: ModuleState(module))
-    with torch.no_grad():
-        module[0].bias.add_(1)
-    state = weights.compiled(lambda: ModuleState(module))
-    weights.settle()
+    tensors = list(module.parameters())
+    before = [each.detach().clone() for each in tensors]
+    strides, old = tensors[0].stride(), addresses(module)
+    with torch.inference_mode():
+        weights = settled(module)
     assert place_of(weights) == CPU
-    assert memory() is None
-    assert module[1].weight is module[0].weight
-    assert weights.is_current(state)
-    assert not weights.is_current(old)
+    assert memory() is None  # nothing keeps the memory from before
+    assert not old & addresses(module)
+    assert all(one is other for one, other in zip(module.parameters(), tensors, strict=True))
+    assert all(map(torch.equal, tensors, before))
+    assert tensors[0].stride() == strides
+    assert not any(each.is_inference() for each in tensors)
+    version = weights.current_version()
     weights.restore()
     assert place_of(weights) is None
-    assert weights.is_current(state)
+    assert weights.current_version() == version
     weights.settle()
     assert place_of(weights) is None  # nothing was compiled since
+    with torch.no_grad():
+        module[1].bias.add_(1)
+    assert weights.current_version() == version + 1
+    weights.compiling()
+    with torch.no_grad():
+        module[1].bias.add_(1)
+    weights.settle()
+    assert weights.current_version() > version + 1  # a change before a move counts after it
 
 
 @pytest.mark.usefixtures("frees", "folder")
@@ -117,7 +117,7 @@ def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monke
     """The device never has both copies, unless torch will compute a result for comparison."""
     monkeypatch.setenv("SDONNX_CACHE_LIMIT", limit)
     encoder, pixels = small_image_encoder(), torch.randn(1, 3, 28, 28)
-    weights, places = HostWeights(encoder), list[torch.device | None]()
+    weights, places = HostWeights(encoder, ClipForward()), list[torch.device | None]()
     for owner, name in ((graph_cache, "load_saved"), (module_graph, "load_model")):
         load = getattr(owner, name)
 
@@ -126,7 +126,7 @@ def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monke
             return load(*arguments)
 
         monkeypatch.setattr(owner, name, loaded)
-    monkeypatch.setattr(compile_module, "_weights_of", lambda *_: weights)
+    monkeypatch.setattr(compile_module, "HostWeights", lambda *_: weights)
     compiled = sdonnx.compile(encoder, options=options)
     assert places == [CPU if options == "freezing" else None]
     with torch.inference_mode():
@@ -137,7 +137,7 @@ def test_weights_move_before_the_graph_is_loaded(limit: str, options: Any, monke
 @pytest.mark.usefixtures("frees", "uncached")
 def test_weights_return_if_the_graph_cannot_be_loaded() -> None:
     encoder = small_image_encoder()
-    weights, places = HostWeights(encoder), list[torch.device | None]()
+    weights, places = HostWeights(encoder, ClipForward()), list[torch.device | None]()
 
     def load(*_: Any) -> Any:
         places.append(place_of(weights))
@@ -145,7 +145,7 @@ def test_weights_return_if_the_graph_cannot_be_loaded() -> None:
 
     with (
         mock.patch.object(module_graph, "load_model", load),
-        mock.patch.object(compile_module, "_weights_of", return_value=weights),
+        mock.patch.object(compile_module, "HostWeights", return_value=weights),
         pytest.raises(FolderError),
     ):
         sdonnx.compile(encoder, options="freezing")
@@ -153,20 +153,12 @@ def test_weights_return_if_the_graph_cannot_be_loaded() -> None:
     assert place_of(weights) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_writes_that_torch_does_not_count_are_noticed(dtype: torch.dtype) -> None:
-    module = torch.nn.Linear(3, 3).to(dtype)
-    state = ModuleState(module)
-    module.weight.data.mul_(2)
-    assert not state.is_current(module)
-
-
 @pytest.mark.usefixtures("frees")
 def test_gradients_and_calls_in_torch_keep_the_weights() -> None:
     module = torch.nn.Linear(3, 3)
-    weights = HostWeights(module)
+    weights = HostWeights(module, ClipForward())
     weights.wanted = True
-    weights.compiled(lambda: ModuleState(module))
+    weights.compiling()
     with weights.on_device(again=True):
         other = threading.Thread(target=weights.settle)
         other.start()
@@ -254,7 +246,7 @@ def test_weights_move_after_the_check(warned: list[str]) -> None:
     assert place_of(weights) == CPU
     compiled(*inputs())
     assert len(warned) == 1
-    with mock.patch("sdonnx.compiler.agreement_check.relative_error", return_value=1.0):
+    with mock.patch("sdonnx.compiler.result_checks.relative_error", return_value=1.0):
         unet.conv_in.weight.add_(1)
         compiled(*inputs())
     assert place_of(weights) is None  # torch computes all calls
@@ -268,12 +260,10 @@ def test_methods_that_are_compiled_by_their_first_call(warned: list[str]) -> Non
     with half_graphs() as built:
         compiled: Any = compile_with(vae, freezing=True)
         assert place_of(weights_of(compiled)) == CPU
-        compiled.to(torch.float32)
         for _ in range(2):
             assert error(compiled.decode(latents), plain.decode(latents)) < 5e-3
             found, expected = (each.encode(image).latent_dist.parameters for each in (compiled, plain))
             assert relative_error(found.numpy(), expected.numpy()) < 5e-3
-        compiled.to(torch.float16)
     assert built == ["vae_decoder float16", "vae_encoder float16"]
     assert warned == []
 
@@ -302,11 +292,11 @@ def test_the_device_is_reported_and_moves_are_followed() -> None:
     assert compiled.device == META
     assert unet.dtype == torch.float16
     compiled.float()
-    states = [each._built.state for each in compiled._programs.values()]
+    version = weights.current_version()
     compiled._apply(lambda tensor: torch.empty_like(tensor, device=CPU) if tensor.is_meta else tensor)
     assert compiled.device == CPU
     assert place_of(weights) is None
-    assert not any(weights.is_current(state) for state in states)
+    assert weights.current_version() > version
     weights.device = META
     compiled.to("meta", torch.float16)  # values would be converted on the device
     assert place_of(weights) is None
@@ -315,23 +305,15 @@ def test_the_device_is_reported_and_moves_are_followed() -> None:
 
 def test_weights_on_the_host_count_as_on_their_device() -> None:
     module = torch.nn.Linear(2, 2).half()
-    assert "is torch.float16" in (why_no_target(module, on_gpu=True) or "")
-    assert why_no_target(module, True, GPU) is None
+    assert "is torch.float16" in (why_no_target(module) or "")
+    assert why_no_target(module, GPU) is None
     with mock.patch("sdonnx.compiler.graph_target._gpu_target") as made:
         target_of(module, torch.device("cuda", 1))
     made.assert_called_once_with(1, torch.float16)
 
 
-def test_digests_are_those_of_the_device() -> None:
-    one, other = torch.ones(2), torch.zeros(2)
-    with mock.patch.object(tensor_digest, "device_checksums", return_value=[[(1, 2)]]) as sums:
-        found = tensors_digest([one, other], {id(other): GPU})
-    sums.assert_called_once_with([other], GPU)
-    assert found != tensors_digest([one, other])
-
-
 def test_no_move_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = HostWeights(torch.nn.Linear(2, 2))
+    weights = HostWeights(torch.nn.Linear(2, 2), ClipForward())
     weights.device = GPU
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with refused(OptionError, "a call of Linear inside the capture of a CUDA graph", "freezing"), weights.on_device():

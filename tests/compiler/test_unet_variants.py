@@ -174,11 +174,11 @@ def test_guidance_embeddings_are_inputs(warned: list[str]) -> None:
 
 
 def test_calls_in_torch_compile_nothing(controlled: Any, warned: list[str]) -> None:
-    before = dict(controlled._programs["forward"]._variants)
+    before = dict(controlled._programs.methods["forward"]._variants)
     masked = {"encoder_attention_mask": torch.ones(2, 7)}
     one = {"down_intrablock_additional_residuals": [torch.randn(2, 32, 16, 16)]}
     assert _error(controlled, _inputs(), masked | one) == 0
-    assert controlled._programs["forward"]._variants == before
+    assert controlled._programs.methods["forward"]._variants == before
     assert warned == ["torch computes a call of UNet2DConditionModel: it has encoder_attention_mask"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from support.diffusers_pipelines import in_diffusers
-from support.logged_lines import logged_lines
 from support.small_modules import TEXT_WIDTH, small_text_encoder, small_unet, unet_inputs
 from torch import nn
 
@@ -85,40 +83,6 @@ def test_component_that_cannot_be_traced_stays_in_torch(nano: Path, warned: list
     size: dict[str, Any] = {"height": 24, "width": 16, "num_inference_steps": 2, "output_type": "np"}
     theirs, ours = (each("a fox", generator=torch.manual_seed(3), **size).images for each in (plain, pipe))
     assert psnr(ours, theirs) > 90
-
-
-def test_other_configurations_are_exported_as_modules_of_any_class() -> None:
-    unet = small_unet(encoder_hid_dim=8, encoder_hid_dim_type="text_proj", mid_block_type=None)
-    sample, _, _ = unet_inputs()
-    with logged_lines(logging.INFO) as lines:
-        compiled = sdonnx.compile(unet)
-        for tokens in (7, 9):
-            text = torch.randn(2, tokens, 8)
-            with torch.inference_mode():
-                ours, theirs = compiled(sample, 7, text), unet(sample, 7, text)
-            assert type(ours) is type(theirs)
-            assert relative_error(ours.sample.numpy(), theirs.sample.numpy()) < 1e-4
-    line, *fused = lines
-    assert line.endswith("as modules of any class: its configuration has encoder_hid_dim_type='text_proj'")
-    assert fused
-    assert all(each.startswith("fused in UNet2DConditionModel: ") for each in fused)
-
-
-def test_sparse_weights_are_computed_in_torch(warned: list[str]) -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 4).to_sparse(), requires_grad=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            product: torch.Tensor = torch.sparse.mm(self.weight, x)
-            return product
-
-    module, x = Product().eval(), torch.randn(4, 2)
-    compiled = sdonnx.compile(module)
-    for _ in range(2):
-        assert torch.equal(compiled(x), module(x))
-    assert warned == ["torch computes a call of Product: weight is sparse"]
 
 
 def test_views_with_a_negative_bit_are_inputs(warned: list[str]) -> None:

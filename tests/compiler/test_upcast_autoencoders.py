@@ -1,9 +1,8 @@
-"""Compiled autoencoders in float16 that pipelines convert to float32 and back for each image."""
+"""Compiled autoencoders in float16 with `force_upcast`: pipelines need not convert them to float32 for each image."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from PIL import Image
 from support.diffusers_pipelines import in_diffusers
 from support.half_graphs import half_graphs
-from support.logged_lines import logged_lines
 from support.pipeline_cache import PipelineCache
 from support.small_modules import small_autoencoder
 
@@ -58,74 +56,50 @@ def _both(**options: Any) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def test_to_changes_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
+def test_no_conversion_is_requested(built: list[str], warned: list[str], latents: torch.Tensor, tmp_path: Path) -> None:
+    """Inputs may have both types; results are in float32, as after a conversion, and so is the encoder's noise."""
     plain, vae = _both()
-    pointers = [each.data_ptr() for each in vae.parameters()]
-    for _ in range(2):
-        assert vae.dtype == torch.float16
-        assert vae.decode(latents.half()).sample.dtype == torch.float16
-        assert vae.to(dtype=torch.float32) is vae
-        assert vae.dtype == torch.float32
-        expected = plain.float().decode(latents).sample
-        # Pipelines convert the latents to the type of a parameter, which stays float16.
-        for given in (latents, latents.to(next(iter(vae.post_quant_conv.parameters())).dtype)):
-            found = vae.decode(given, return_dict=False)[0]
-            assert found.dtype == torch.float32
-            assert _error(found, expected) < 5e-3
-        image = torch.randn(1, 3, 16, 12, generator=torch.manual_seed(1))
-        ours, theirs = (each.encode(image).latent_dist for each in (vae, plain))
-        assert ours.parameters.dtype == torch.float32
-        assert _error(ours.parameters, theirs.parameters) < 5e-3
-        # Noise has the type of the distribution: the same seed draws the same noise.
-        samples = [each.sample(torch.manual_seed(2)) for each in (ours, theirs)]
-        assert _error(samples[0], samples[1]) < 5e-3
-        assert vae.to(torch.float16) is vae
-    assert [each.data_ptr() for each in vae.parameters()] == pointers
+    plain.float()
+    assert not vae.config.force_upcast
+    assert vae.dtype == torch.float16
+    for given in (latents, latents.half()):
+        found = vae.decode(given, return_dict=False)[0]
+        assert found.dtype == torch.float32
+        assert _error(found, plain.decode(latents).sample) < 5e-3
+    image = torch.randn(1, 3, 16, 12, generator=torch.manual_seed(1))
+    ours, theirs = vae.encode(image.half()).latent_dist, plain.encode(image).latent_dist
+    assert ours.parameters.dtype == torch.float32
+    samples = [each.sample(torch.manual_seed(2)) for each in (ours, theirs)]
+    assert _error(samples[0], samples[1]) < 5e-3
     assert built == [DECODER, ENCODER]
     assert warned == []
-
-
-def test_the_conversion_is_logged_once(built: list[str]) -> None:
-    _, vae = _both()
-    with logged_lines(logging.INFO) as lines:
-        for dtype in (torch.float32, torch.float16, torch.float32):
-            vae.to(dtype)
-    assert [each for each in lines if "reports float32" in each] == lines[:1]
+    vae.save_pretrained(tmp_path)
+    saved: Any = diffusers.AutoencoderKL.from_pretrained(tmp_path)
+    assert saved.config.force_upcast  # of the module itself
+    assert copy.deepcopy(vae).config.force_upcast
 
 
 @torch.no_grad()
-def test_torch_computes_calls_in_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
-    """Weights are converted for the call, as pipelines expect, and nothing is compiled again after it."""
+def test_torch_computes_calls_in_float32(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
+    """Weights are converted for the call, also if it fails, and nothing is compiled again after it."""
     plain = small_autoencoder(force_upcast=True).half()
     plain.tile_latent_min_size = 4
     vae = sdonnx.compile(copy.deepcopy(plain))
-    vae.to(torch.float32)
     for each in (plain, vae):
         each.enable_tiling()
     found = vae.decode(latents.half()).sample
     torch.testing.assert_close(found, plain.float().decode(latents).sample, rtol=0, atol=0)
     vae.disable_tiling()
-    assert vae.decode(latents).sample.dtype == torch.float32
-    vae.to(torch.float16)
-    vae.decode(latents.half())
-    assert built == [DECODER]
-    assert warned == ["torch computes a call of AutoencoderKL: it uses tiles"]
-
-
-@torch.no_grad()
-def test_weights_are_restored_after_an_error(built: list[str], latents: torch.Tensor) -> None:
-    _, vae = _both()
-    vae.to(torch.float32)
     with pytest.raises(RuntimeError, match="channels"):
         vae.decode(latents[:, :3])
     assert {each.dtype for each in vae.parameters()} == {torch.float16}
     assert vae.decode(latents).sample.dtype == torch.float32
     assert built == [DECODER]
+    assert "torch computes a call of AutoencoderKL: it uses tiles" in warned
 
 
-def test_gradients_in_the_reported_type(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
+def test_gradients_are_computed_in_float32(built: list[str], latents: torch.Tensor) -> None:
     plain, vae = _both()
-    vae.to(torch.float32)
     found = []
     for each in (plain.float(), vae):
         given = latents.clone().requires_grad_()
@@ -134,90 +108,39 @@ def test_gradients_in_the_reported_type(built: list[str], warned: list[str], lat
         found.append(given.grad)
     torch.testing.assert_close(found[1], found[0])
     assert {each.dtype for each in vae.parameters()} == {torch.float32}
-    assert "requires a gradient" in warned[0]
 
 
-CONVERSIONS: dict[str, Any] = {
-    "float": lambda vae: vae.float(),
-    "to with a device": lambda vae: vae.to("cpu", torch.float32),
-    "after to(float32)": lambda vae: vae.to(torch.float32).float(),
-    "as DiffusionPipeline.to": lambda vae: vae.to(None, torch.float32),
-}
-
-
-@pytest.mark.parametrize("name", CONVERSIONS)
 @torch.no_grad()
-def test_other_conversions_change_the_weights(
-    name: str, built: list[str], warned: list[str], latents: torch.Tensor
-) -> None:
+def test_conversions_by_the_user_change_the_weights(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
     plain, vae = _both()
-    CONVERSIONS[name](vae)
+    vae.to(torch.float32)
     assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.float32}
+    assert vae.config.force_upcast
     assert _error(vae.decode(latents).sample, plain.float().decode(latents).sample) < 1e-5
-    assert (built, warned) == ([DECODER, "vae_decoder float32"], [AGAIN])
-
-
-@torch.no_grad()
-def test_conversions_to_float16_and_bfloat16(built: list[str], latents: torch.Tensor) -> None:
-    _, vae = _both()
-    for arguments in ((), ("cpu", torch.float16), (torch.float16,)):
-        vae.to(torch.float32)
-        vae.to(*arguments) if arguments else vae.half()
-        assert vae.dtype == torch.float16
-        assert vae.decode(latents.half()).sample.dtype == torch.float16
-    assert built == [DECODER]
-    vae.to(torch.float32)
-    vae.to(torch.bfloat16)
-    assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.bfloat16}
-
-
-@torch.no_grad()
-def test_new_weights_are_noticed(built: list[str], warned: list[str], latents: torch.Tensor) -> None:
-    plain, vae = _both()
-    vae.to(torch.float32)
-    vae.decode(latents)
-    plain.float()
-    plain.decoder.conv_in.weight.mul_(1.001)  # less than a digit of float16 for most values
-    vae.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(vae.decoder.conv_in.weight, plain.decoder.conv_in.weight, rtol=0, atol=0)
-    expected = plain.decode(latents).sample
-    assert _error(vae.decode(latents).sample, expected) < 1e-5
-    vae.to(torch.float16)  # converts the weights: pipelines may go on as before
-    assert _error(vae.decode(latents.half()).sample, expected) < 5e-3
-    vae.to(torch.float32)
+    vae.half()
+    assert _error(vae.decode(latents).sample, plain.decode(latents).sample) < 5e-3
     vae.decoder.conv_in.weight.mul_(2)
-    assert _error(vae.decode(latents).sample, expected) > 0.1
-    assert warned == [AGAIN] * 3
+    assert _error(vae.decode(latents).sample, plain.decode(latents).sample) > 0.1
     assert built == [DECODER, "vae_decoder float32", DECODER, DECODER]
+    assert warned == [AGAIN] * 3
 
 
 @torch.no_grad()
 def test_the_graph_agrees_with_torch_in_float32(warned: list[str], built: list[str], latents: torch.Tensor) -> None:
     """`check_agreement` allows the errors of float16, and still notices wrong results."""
-    vae = small_autoencoder(force_upcast=True).half()
-    compiled = sdonnx.compile(vae, options={"options": {"check_agreement": True}})
-    compiled.to(torch.float32)
-    found = compiled.decode(latents).sample
-    assert not torch.equal(found, vae.float().decode(latents).sample)
+    compiled = sdonnx.compile(
+        small_autoencoder(force_upcast=True).half(), options={"options": {"check_agreement": True}}
+    )
+    for _ in range(2):
+        assert compiled.decode(latents).sample.dtype == torch.float32
+    assert built == [DECODER]
     assert warned == []
 
 
 @torch.no_grad()
-def test_without_force_upcast_to_converts_the_weights(built: list[str]) -> None:
+def test_without_force_upcast_results_are_in_float16(built: list[str], latents: torch.Tensor) -> None:
     _, vae = _both(force_upcast=False)
-    vae.to(torch.float32)
-    assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.float32}
-
-
-@torch.no_grad()
-def test_float16_on_the_cpu_is_converted(latents: torch.Tensor) -> None:
-    """No graph computes in float16 there, so that nothing is gained from weights that stay."""
-    vae = sdonnx.compile(small_autoencoder(force_upcast=True))
-    vae.to(torch.float16)
-    assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.float16}
-    vae.to(torch.float32)
-    assert {each.dtype for each in vae.parameters()} == {vae.dtype} == {torch.float32}
-    assert vae.decode(latents).sample.dtype == torch.float32
+    assert vae.decode(latents.half()).sample.dtype == torch.float16
 
 
 def test_methods_accept_the_configuration() -> None:

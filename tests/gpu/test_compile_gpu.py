@@ -20,8 +20,8 @@ from support.recording import Note
 import sdonnx
 from sdonnx.compiler import module_graph
 from sdonnx.compiler.compile_module import programs_of
-from sdonnx.compiler.graph_quantization import CHECKED_CALLS
 from sdonnx.compiler.graph_runs import MAX_SIZES
+from sdonnx.compiler.result_checks import CHECKED_CALLS
 from sdonnx.metrics import relative_error
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.device_thread import device_thread
@@ -101,7 +101,7 @@ def test_pipelines(arch: str, source: Source, note: Note, caplog: pytest.LogCapt
 
 
 def test_autoencoder_that_pipelines_convert(tmp_path: Path, note: Note, caplog: pytest.LogCaptureFixture) -> None:
-    """Conversions change the reported type only, and values that overflow in torch's float16 are scaled."""
+    """No conversion is needed: values that overflow in torch's float16 are scaled, and results are in float32."""
     import diffusers
 
     from sdonnx.sample.write_sample import write_sample
@@ -117,9 +117,7 @@ def test_autoencoder_that_pipelines_convert(tmp_path: Path, note: Note, caplog: 
         exact = plain.decode(latents).sample, plain.encode(pixels).latent_dist.parameters
         for _ in range(3):
             start = time.perf_counter()
-            compiled.to(dtype=torch.float32)
             found = compiled.decode(latents).sample, compiled.encode(pixels).latent_dist.parameters
-            compiled.to(dtype=torch.float16)
             torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - start))
             errors += [relative_error(a.cpu().numpy(), b.cpu().numpy()) for a, b in zip(found, exact, strict=True)]
@@ -127,6 +125,7 @@ def test_autoencoder_that_pipelines_convert(tmp_path: Path, note: Note, caplog: 
     assert lines_of(caplog) == []
     assert {each.dtype for each in found} == {torch.float32}
     assert compiled.dtype == torch.float16
+    assert not compiled.config.force_upcast
     assert max(errors) < 1e-2
 
 
@@ -274,6 +273,28 @@ def test_a_module_with_weights_on_the_host_moves_to_the_cpu(source: Source) -> N
     assert unet.conv_in.weight.device.type == "cpu"
     for each in (first, third):
         assert relative_error(each.cpu().numpy(), second.numpy()) < 1e-2  # in TF32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_modules_of_any_class(dtype: torch.dtype, note: Note, caplog: pytest.LogCaptureFixture) -> None:
+    """Graphs of Dynamo's programs have the types of the module, or float32 for bfloat16, and notice changed weights."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, norm_first=True, activation="gelu")
+    module = layer.eval().requires_grad_(False).to("cuda", dtype)
+    compiled: Any = sdonnx.compile(module, options=CHECKED)
+    errors = list[float]()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, logger="sdonnx.compiler"):
+        for length in (10, 7, 10):
+            x = torch.randn(2, length, 64, device="cuda", dtype=dtype)
+            found, expected = compiled(x), module(x)
+            assert (found.dtype, found.device) == (dtype, x.device)
+            errors.append(relative_error(found.float().cpu().numpy(), expected.float().cpu().numpy()))
+        lines = lines_of(caplog)
+        module.linear1.weight.mul_(2)
+        errors.append(relative_error(compiled(x).float().cpu().numpy(), module(x).float().cpu().numpy()))
+    note("modules of any class", {"dtype": str(dtype), "errors": errors, "lines": lines})
+    assert lines == []
+    assert max(errors) < 2e-2
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -1,4 +1,4 @@
-"""The encoders of transformers for text: the signatures of their graphs, and their results."""
+"""The encoders of transformers for texts and images: the signatures of their graphs, and their results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, BaseModelOutputWithPooling
-from transformers.models.clip.modeling_clip import CLIPTextModelOutput
+from transformers.models.clip.modeling_clip import CLIPTextModelOutput, CLIPVisionModelOutput
 
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.export.t5_encoder import MaskedTextEncoder
-from sdonnx.export.wrappers import Wrapper
+from sdonnx.export.wrappers import LayeredVisionEncoder, Wrapper
 from sdonnx.models.abi import POSITIONS
 from sdonnx.models.pixart import PIXART
 from sdonnx.models.shared_components import (
@@ -24,11 +24,13 @@ from sdonnx.models.shared_components import (
     POOLER_OUTPUT,
     clip_text_encoder,
 )
-from sdonnx.models.spec import TEXT_MASK, TensorSpec
+from sdonnx.models.spec import TEXT_MASK, ComponentSpec, Role, TensorSpec
 
-__all__ = ["ClipForward", "EncoderForward", "ProjectedClipForward", "T5Forward", "requested_layers", "zeros_and_ones"]
+__all__ = ["ClipForward", "ClipVisionForward", "ProjectedClipForward", "T5Forward", "zeros_and_ones"]
 
 _TEXT_EMBEDS = TensorSpec("text_embeds", ("batch_size", "config:projection_dim"))
+_PIXELS = TensorSpec("pixel_values", ("batch_size", "config:num_channels", "config:image_size", "config:image_size"))
+_IMAGE_EMBEDS = TensorSpec("image_embeds", ("batch_size", "config:projection_dim"))
 _TRACED_TOKENS = 77  # of the example of sdonnx.export.trace, the length of every published CLIP
 
 # Of the last token of each prompt among the tokens of all prompts: row * S + column. torch finds it, because ONNX
@@ -63,7 +65,7 @@ def _pooled(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return states.flatten(0, 1).index_select(0, positions)
 
 
-class EncoderForward(GraphMethod):
+class _EncoderForward(GraphMethod):
     """`forward` of an encoder of transformers.
 
     Attributes:
@@ -107,7 +109,7 @@ class EncoderForward(GraphMethod):
         """Return the result as a dataclass of transformers."""
 
 
-class ClipForward(EncoderForward):
+class ClipForward(_EncoderForward):
     """`CLIPTextModel.forward` without masks and positions, which diffusers' pipelines do not pass."""
 
     outputs: tuple[TensorSpec, ...] = (LAST_HIDDEN_STATE, POOLER_OUTPUT, HIDDEN_STATES)
@@ -140,7 +142,7 @@ class ClipForward(EncoderForward):
     def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         last, pooled, *layers = outputs
         return BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=pooled, hidden_states=requested_layers(layers, arguments)
+            last_hidden_state=last, pooler_output=pooled, hidden_states=_requested_layers(layers, arguments)
         )
 
 
@@ -153,14 +155,14 @@ class ProjectedClipForward(ClipForward):
     def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
         embeds, last, *layers = outputs
         return CLIPTextModelOutput(
-            text_embeds=embeds, last_hidden_state=last, hidden_states=requested_layers(layers, arguments)
+            text_embeds=embeds, last_hidden_state=last, hidden_states=_requested_layers(layers, arguments)
         )
 
 
 _T5 = PIXART.component("text_encoder")  # with what stays in float32, and the scale of its residual stream
 
 
-class T5Forward(EncoderForward):
+class T5Forward(_EncoderForward):
     """`T5EncoderModel.forward` of token ids, with or without a mask of padding (B,S)."""
 
     options = frozenset({"return_dict"})
@@ -184,7 +186,38 @@ class T5Forward(EncoderForward):
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=outputs[0])
 
 
-def requested_layers(layers: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+class ClipVisionForward(_EncoderForward):
+    """`CLIPVisionModelWithProjection.forward` of images of the size that the encoder was trained at."""
+
+    refused = ("interpolate_pos_encoding",)
+
+    def signature(self, module: torch.nn.Module, variant: Hashable) -> GraphSignature:
+        config: Any = module.config
+        content: dict[str, Any] = config.to_dict()
+        patches = (content["image_size"] // content["patch_size"]) ** 2
+        # A patch has one hidden state, and so has the class token.
+        outputs = (
+            _IMAGE_EMBEDS,
+            *(
+                replace(each, dims=("batch_size", patches + 1, "config:hidden_size"))
+                for each in (LAST_HIDDEN_STATE, HIDDEN_STATES)
+            ),
+        )
+        spec = ComponentSpec("image_encoder", "image_encoder", Role.IMAGE_PROMPT_ENCODER, (_PIXELS,), outputs)
+        return GraphSignature(spec, content, LayeredVisionEncoder)
+
+    def tensors(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> dict[str, Any] | str:
+        pixels = arguments["pixel_values"]
+        return {_PIXELS.name: pixels} if isinstance(pixels, torch.Tensor) else "it has no pixel_values"
+
+    def output(self, outputs: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> Any:
+        embeds, last, *layers = outputs
+        return CLIPVisionModelOutput(
+            image_embeds=embeds, last_hidden_state=last, hidden_states=_requested_layers(layers, arguments)
+        )
+
+
+def _requested_layers(layers: Sequence[torch.Tensor], arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
     """Return the hidden states of all layers if a call of an encoder requests them."""
     return tuple(layers) if arguments.get("kwargs", {}).get("output_hidden_states") else None
 
