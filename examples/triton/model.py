@@ -91,8 +91,7 @@ def _request(row: Mapping[str, list[Any]]) -> ImageRequest:
             fields["loras"] = json.loads(fields["loras"] or "null")
         except (ValueError, RecursionError) as error:
             raise OptionError("loras is no JSON", 'a mapping such as {"style": 0.8}', "encode it as JSON") from error
-    fields |= read_conditioning(files, MAX_PIXELS)
-    return ImageRequest(**fields)
+    return ImageRequest(**fields | read_conditioning(files, MAX_PIXELS))
 
 
 def _value(name: str, values: list[Any]) -> Any:

@@ -67,13 +67,12 @@ class Source:
         """The transpose."""
         return replace(self, shape=self.shape[::-1], transposed=True)
 
-    def __getitem__(self, index: slice | tuple[slice | int, ...]) -> Source:
+    def __getitem__(self, index: Any) -> Source:
         """Return rows, `[a:b]` or `[a:b, :]`, or a matrix, `[:, :, 0]` or `[:, :, 0, 0]`, of a 1x1 convolution only."""
         first, *others = index if isinstance(index, tuple) else (index,)
         if 0 in others:
             return replace(self, shape=self.shape[:2]) if set(self.shape[2:]) == {1} else self
-        assert isinstance(first, slice)
-        rows = range(self.shape[0])[first]
+        rows = range(self.shape[0])[slice(first.start, first.stop)]
         return replace(self, shape=(len(rows), *self.shape[1:]), rows=slice(rows.start, rows.stop))
 
     def contiguous(self) -> Source:
