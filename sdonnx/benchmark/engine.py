@@ -105,9 +105,7 @@ class Engine(abc.ABC):
                 "pass one of these" if self.compile_modes else "omit --enable_torch_compile",
             )
         if options.adapters and not self.supports_adapters:
-            raise OptionError(
-                f"--ip_adapter for the engine {self.name}", "an engine that supports adapters", "omit the engine"
-            )
+            raise OptionError(f"--ip_adapter for the engine {self.name}", "an engine that supports adapters")
         self.options = options
         self.pipeline_load_s: float | None = None
         self.folder = PipelineFolder.open(options.folder)
@@ -141,7 +139,6 @@ class Engine(abc.ABC):
             raise FolderError(
                 f"{self.folder.path} has no safety checker",
                 "a safety checker, because of --enable_safety_checker",
-                "omit the option",
             )
         own = self.family.adapters
         held = () if own is None else tuple(adapter.name for adapter in own.adapters)

@@ -54,10 +54,9 @@ class PlainOnnxRuntimeEngine(Engine):
             raise FolderError(
                 f"{self.folder.path} is of the family {self.family.name}",
                 f"stable-diffusion for the engine {self.name}",
-                "omit the engine",
             )
         if options.safety_checker:
-            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine", "omit one")
+            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine")
 
     def default_provider(self) -> str:
         """Return "cuda" if this ONNX Runtime supports it, else "cpu"."""
@@ -79,7 +78,7 @@ class PlainOnnxRuntimeEngine(Engine):
         from sdonnx.samplers import config_for
 
         if workload.image is not None:
-            raise OptionError(f"--input-image for the engine {self.name}", "another engine", "omit one")
+            raise OptionError(f"--input-image for the engine {self.name}", "another engine")
         device_for(self.device)  # checks the provider, and loads the CUDA libraries
         self._sessions = self._open()
         self._tokenizer = PromptTokenizer.from_folder(self.folder.component("tokenizer"))

@@ -53,7 +53,7 @@ class OptimumEngine(Engine):
         """Check the options and the folder."""
         super().__init__(options)
         if options.safety_checker:  # optimum supports torch's, but no ONNX safety checker
-            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine", "omit one")
+            raise OptionError(f"--enable_safety_checker for the engine {self.name}", "another engine")
 
     def default_provider(self) -> str:
         """Return "cuda" if there is a GPU, else "cpu"."""
@@ -109,7 +109,7 @@ class OptimumEngine(Engine):
         except Exception as error:  # onnxruntime's exceptions have no common base class
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise FolderError(
-                f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline", "export it again"
+                f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline"
             ) from error
         if pipeline.provider != PROVIDERS[self.device]:  # ONNX Runtime falls back to the CPU
             raise ProviderError(
