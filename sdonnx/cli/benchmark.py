@@ -192,7 +192,7 @@ def _setup(
     """
     given = folders_by_kind(options.pipeline)
     if options.arch is not None and FolderKind.DIFFUSERS in given:
-        raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them", "omit one")
+        raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them")
     # Checks that need no folder run first, because making a folder takes minutes.
     unusable = {rival: error for rival in rivals if (error := _missing(rival, options)) is not None}
     _require_scheduler(options, given)
@@ -285,9 +285,7 @@ def _missing(rival: Rival, options: argparse.Namespace) -> SdonnxError | None:
         return None
     if options.ip_adapter and not ENGINES[rival.engine].supports_adapters:
         asked = "--ip_adapter" if options.arch is None else f"--arch {options.arch}"
-        return OptionError(
-            f"{asked} for the engine {rival.engine}", "an engine that supports adapters", "omit the engine"
-        )
+        return OptionError(f"{asked} for the engine {rival.engine}", "an engine that supports adapters")
     try:
         ENGINES[rival.engine].require_packages(xformers=rival.xformers)
     except SdonnxError as error:

@@ -74,7 +74,7 @@ def read_lora_files(values: Sequence[str]) -> list[LoraFile]:
         if not os.path.exists(path) and (match := _WEIGHTED.match(value)):
             path, weight = Path(match[1]), _number(f"--lora {value}", match[2])
         if not os.path.exists(path):
-            raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file", "check the path")
+            raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file")
         files.append(LoraFile(path, weight))
     return files
 
@@ -124,9 +124,7 @@ def _of_tag(files: Sequence[Path], folder: Path, name: str, text_weight: str, we
     name = name.strip()
     found = [path for path in files if name in (path.stem, lora_name(path))]
     if len(found) != 1:
-        raise OptionError(
-            f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors", "check the name"
-        )
+        raise OptionError(f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors")
     of_text = _number(f"<lora:{name}>", text_weight) if text_weight else 1.0
     if not weight:
         return LoraFile(found[0], of_text)

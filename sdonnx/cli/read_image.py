@@ -26,4 +26,4 @@ def read_image(path: Path | None) -> Image.Image | None:
             image.load()
             return image.copy()
     except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read ({error})", "an image file", "pass another file") from error
+        raise OptionError(f"{path} cannot be read ({error})", "an image file") from error

@@ -37,7 +37,7 @@ def read_schedule(options: argparse.Namespace) -> None:
             setattr(options, name, _numbers(name, text))
     given = [f"--{name}" for name in ("steps", *_LISTS) if getattr(options, name) is not None]
     if len(given) > 1:
-        raise OptionError(" and ".join(given), "one of them", "leave out the others")
+        raise OptionError(" and ".join(given), "one of them")
     CustomSchedule.create(options.timesteps, options.sigmas, None, None)
     if options.eta is not None and not 0 <= options.eta <= 1:
         raise OptionError(f"--eta is {options.eta}", "a number from 0 to 1", "pass for example 0.3")
