@@ -106,7 +106,7 @@ def compile_with(
     known = bool(methods)
     if not known and (reason := _why_not_exported(computed)) is not None:
         found = f"a {type(computed).__name__} that cannot be compiled: {reason}"
-        raise OptionError(found, "a torch module with a forward", "pass another module")
+        raise OptionError(found, "a torch module with a forward")
     weights = before.weights if before is not None else _weights_of(computed, methods)
     if known and (reason := why_not_now(computed, True, weights.device)) is not None:
         raise OptionError(

@@ -26,7 +26,7 @@ def named_quantization(name: Any, config: Any) -> QuantizationConfig:
         OptionError: A type is unknown or needs a calibration, or the configuration cannot be used.
     """
     if config is not None and not isinstance(config, Mapping | str):
-        raise OptionError(f"quantize_config is {config!r}", "a dictionary, JSON or a file of JSON", "correct it")
+        raise OptionError(f"quantize_config is {config!r}", "a dictionary, JSON or a file of JSON")
     if name is not None and name != NOT_QUANTIZED:
         quantization_type(name)
     text = json.dumps(dict(config)) if isinstance(config, Mapping) else config
