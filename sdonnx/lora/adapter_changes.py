@@ -51,7 +51,7 @@ def module_changes(source: str, module: str, tensors: Tensors, scale: AdapterSca
     if (bias := factory.bias()) is not None:
         changes[f"{module}.bias"] = bias
     if not changes:
-        raise WeightsError(f"{source} has only {', '.join(tensors)}", "the factors of a change", "use another adapter")
+        raise WeightsError(f"{source} has only {', '.join(tensors)}", "the factors of a change")
     return changes
 
 
