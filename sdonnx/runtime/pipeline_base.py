@@ -165,7 +165,7 @@ class PipelineBase(MissingFeatures):
             expected = f"(B,{self._geometry.channels},H/{self.vae_scale_factor},W/{self.vae_scale_factor})"
             raise OptionError(f"latents of shape {latents.shape}", expected, 'pass those of output_type="latent"')
         if not np.isfinite(latents).all():
-            raise OptionError("latents with NaN or infinity", "finite numbers", "generate them again")
+            raise OptionError("latents with NaN or infinity", "finite numbers")
         split = self._cache.splits.decoder(batch, height, width)
         return self._run(partial(decode_latents, self._graphs, split, latents, self.vae_scale_factor))
 

@@ -68,9 +68,7 @@ class ClipInputs(FamilyInputs):
             inputs = self.encoder_inputs(ids, skipped, nonempty)
             return Conditioning(inputs, images, length or self.tokens, encoders, prompts.clip_skip)
         if weighting not in prompt_weights.NOTATIONS:
-            raise PromptError(
-                f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None", "pass one"
-            )
+            raise PromptError(f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None")
         chunks = {
             role: [prompt_weights.chunks(tokenizer, text) for text in texts[role]]
             for role, tokenizer in self.tokenizers.items()

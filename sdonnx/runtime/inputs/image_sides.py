@@ -23,4 +23,4 @@ def require_sides(name: str, width: int, height: int) -> None:
     """
     if not 0 < min(width, height) <= max(width, height) <= MAX_SIDE:
         found = f"{name} is {width} pixels wide and {height} high"
-        raise OptionError(found, f"sides from 1 to {MAX_SIDE}", "resize it")
+        raise OptionError(found, f"sides from 1 to {MAX_SIDE}")

@@ -117,7 +117,7 @@ class IpAdapterInputs:
         prompts: _Pixels | _Embeddings
         if embeds is not None:
             if images is not None:
-                raise OptionError("ip_adapter_image and ip_adapter_image_embeds", "one of them", "leave one out")
+                raise OptionError("ip_adapter_image and ip_adapter_image_embeds", "one of them")
             prompts = self._read_embeds(embeds, guided)
             counts = [array.shape[1] for array in prompts.arrays]
         elif images is None:
@@ -190,7 +190,7 @@ class IpAdapterInputs:
             return prepared
         listed = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
-            raise OptionError("an empty list in ip_adapter_image", "at least one image for each adapter", "pass one")
+            raise OptionError("an empty list in ip_adapter_image", "at least one image for each adapter")
         return np.concatenate([self._images.prepare(_rgb(image)[None]) for image in listed])
 
     def _read_embeds(self, embeds: Any, guided: bool) -> _Embeddings:

@@ -35,9 +35,7 @@ def scale_matrix(adapters: AdapterSet, scale: Any) -> npt.NDArray[np.float32]:
         scale = [_number(scale)] * count
     listed = list(scale) if isinstance(scale, list | tuple | np.ndarray) else [scale]
     if len(listed) != count:
-        raise OptionError(
-            f"{len(listed)} of ip_adapter_scale", f"one number, or one for each of {count} IP-Adapters", "pass as many"
-        )
+        raise OptionError(f"{len(listed)} of ip_adapter_scale", f"one number, or one for each of {count} IP-Adapters")
     return np.array([_weights(adapters, each) for each in listed], np.float32)
 
 

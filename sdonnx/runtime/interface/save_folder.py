@@ -64,6 +64,4 @@ def save_folder(
             raise type(error)(error.found, error.expected, "pass overwrite=True to replace it") from None
         raise
     except OSError as error:
-        raise FolderError(
-            f"{folder.path} cannot be copied ({error.strerror or error})", "readable files", "check the folder"
-        ) from error
+        raise FolderError(f"{folder.path} cannot be copied ({error.strerror or error})", "readable files") from error

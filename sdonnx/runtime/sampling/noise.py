@@ -45,7 +45,7 @@ class TorchCpuGenerator:
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not whole or not -(2**63) <= int(seed) < 2**64:
-            raise OptionError(f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1", "choose another seed")
+            raise OptionError(f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1")
         # Both seed the Mersenne Twister by Matsumoto and Nishimura's init_genrand.
         self._engine = np.random.RandomState(int(seed) & 0xFFFFFFFF)
         self._spare: float | None = None
@@ -57,7 +57,7 @@ class TorchCpuGenerator:
             OptionError: a dimension is negative.
         """
         if any(size < 0 for size in shape):
-            raise OptionError(f"the shape is {tuple(shape)}", "sizes from 0 on", "correct the shape")
+            raise OptionError(f"the shape is {tuple(shape)}", "sizes from 0 on")
         count = math.prod(shape)
         values = self._many(count) if count >= _BLOCK else self._few(count)
         return values.reshape(tuple(shape))

@@ -46,7 +46,7 @@ class NoiseSource:
         make: Callable[[int], Generator] = TorchCpuGenerator,
     ) -> None:
         if seed is not None and generator is not None:
-            raise OptionError("both a seed and a generator", "one of them", "leave one out")
+            raise OptionError("both a seed and a generator", "one of them")
         # Samplers that add noise need a generator even if the caller passed latents.
         seeds = list(seed) if isinstance(seed, list | tuple) else None
         one: Any = None if seeds is not None else seed
