@@ -54,12 +54,12 @@ class RayOptions(BaseModel):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise OptionError(
-                f"{name} cannot be used ({first['msg']})", f"options among {', '.join(cls.model_fields)}", "correct it"
+                f"{name} cannot be used ({first['msg']})", f"options among {', '.join(cls.model_fields)}"
             ) from error
         options.folders()
         options.limits()
         if options.max_replicas is not None and options.max_replicas < options.replicas:
-            raise OptionError("max_replicas is less than replicas", "at least as many", "raise it")
+            raise OptionError(f"max_replicas is {options.max_replicas}", f"at least replicas, {options.replicas}")
         return options
 
     def limits(self) -> ServeLimits:

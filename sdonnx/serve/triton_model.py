@@ -150,5 +150,5 @@ def _value(name: str, value: Any) -> Any:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise OptionError(f"{name} is no UTF-8", "a text in UTF-8", "encode it") from error
+            raise OptionError(f"{name} is no UTF-8", "a text in UTF-8") from error
     return value.item() if isinstance(value, np.generic) else value

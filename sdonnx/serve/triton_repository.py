@@ -103,7 +103,7 @@ def write_triton_repository(
             (repository / name / "config.pbtxt").write_text(text, encoding="utf-8")
             written.append(repository / name)
     except OSError as error:
-        raise OutputError(f"{repository} cannot be written ({error})", "a folder", "pass another") from error
+        raise OutputError(f"{repository} cannot be written ({error})", "a folder") from error
     return written
 
 

@@ -50,7 +50,7 @@ def read_api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
-            raise OptionError(f"{file} cannot be read ({error})", "a file with a key a line", "pass another") from error
+            raise OptionError(f"{file} cannot be read ({error})", "a file with a key a line") from error
         if not any(lines):
             raise OptionError(f"{file} has no keys", "a key a line", "write one into it")
         keys += lines
