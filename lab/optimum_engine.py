@@ -103,7 +103,7 @@ class OptimumEngine(Engine):
         except Exception as error:  # onnxruntime's exceptions have no common base class
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise FolderError(
-                f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline", "export it again"
+                f"optimum cannot load {self.folder.path} ({reason})", "a complete exported pipeline"
             ) from error
         if pipeline.provider != PROVIDERS[self.device]:  # ONNX Runtime falls back to the CPU
             raise ProviderError(

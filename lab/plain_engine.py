@@ -54,7 +54,6 @@ class PlainOnnxRuntimeEngine(Engine):
             raise FolderError(
                 f"{self.folder.path} is of the family {self.family.name}",
                 f"stable-diffusion for the engine {self.name}",
-                "omit the engine",
             )
 
     @property
@@ -71,7 +70,7 @@ class PlainOnnxRuntimeEngine(Engine):
         from sdonnx.samplers import config_for
 
         if workload.image is not None:
-            raise OptionError(f"--input-image for the engine {self.name}", "another engine", "omit one")
+            raise OptionError(f"--input-image for the engine {self.name}", "another engine")
         device_for(self.device)  # checks the provider, and loads the CUDA libraries
         self._sessions = self._open()
         self._tokenizer = PromptTokenizer.from_folder(self.folder.component("tokenizer"))

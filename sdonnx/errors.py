@@ -46,15 +46,15 @@ _MAX_CHARACTERS = 1000  # of each part of a message, which may quote text of any
 
 
 class SdonnxError(Exception):
-    """An error with its remedy.
+    """An error of one line: found, expected and, where it is not obvious, a remedy.
 
     Args:
-        found: the problem, as a clause without a full stop.
+        found: the problem with its values, as a clause without a full stop.
         expected: the value or state that would have been right.
-        remedy: the action that fixes the problem, as an imperative.
+        remedy: the action that fixes the problem, as an imperative; empty where `expected` says it.
     """
 
-    def __init__(self, found: str, expected: str, remedy: str) -> None:
+    def __init__(self, found: str, expected: str, remedy: str = "") -> None:
         super().__init__(found, expected, remedy)
         self.found = found
         self.expected = expected
@@ -62,7 +62,7 @@ class SdonnxError(Exception):
 
     def __str__(self) -> str:
         found, expected, remedy = map(_shown, (self.found, self.expected, self.remedy))
-        return f"{found}; expected {expected}; {remedy}"
+        return f"{found}; expected {expected}" + (f"; {remedy}" if remedy else "")
 
 
 def _shown(text: str) -> str:
@@ -135,14 +135,14 @@ class QueueFullError(SdonnxError):
         retry_after_s: estimated seconds until there is a place.
     """
 
-    def __init__(self, found: str, expected: str, remedy: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, found: str, expected: str, remedy: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(found, expected, remedy)
         self.retry_after_s = retry_after_s
 
 
 @contextlib.contextmanager
 def refusing(
-    subject: object, expected: str, remedy: str, described: Callable[[Exception], str] | None = None
+    subject: object, expected: str, remedy: str = "", described: Callable[[Exception], str] | None = None
 ) -> Iterator[None]:
     """Turn unexpected exceptions in the block into a FolderError.
 
@@ -152,7 +152,7 @@ def refusing(
     Args:
         subject: the content that cannot be used, for the message.
         expected: the expected content.
-        remedy: the action that fixes the problem.
+        remedy: the action that fixes the problem, if there is one.
         described: returns the text of an exception in the message; its type and its own text by default.
 
     Raises:

@@ -99,5 +99,5 @@ def _value(name: str, values: list[Any]) -> Any:
     try:
         decoded = [value.decode() if isinstance(value, bytes) else value for value in values]
     except UnicodeDecodeError as error:
-        raise OptionError(f"{name} is no UTF-8", "a text in UTF-8", "encode it") from error
+        raise OptionError(f"{name} is no UTF-8", "a text in UTF-8") from error
     return decoded[0] if len(decoded) == 1 else decoded

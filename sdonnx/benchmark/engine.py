@@ -96,7 +96,6 @@ class Engine(abc.ABC):
             raise FolderError(
                 f"{self.folder.path} has no safety checker",
                 "a safety checker, because of --enable_safety_checker",
-                "omit the option",
             )
         if self.reads is not FolderKind.DIFFUSERS:
             check_adapters(self.folder, self.family, options.adapters)

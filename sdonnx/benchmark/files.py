@@ -60,11 +60,11 @@ def check_writable(path: Path) -> None:
         OutputError: the file is not writable.
     """
     if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is not a folder", "an existing folder", "create it")
+        raise OutputError(f"{path.parent} is not a folder", "an existing folder")
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is not a file", "a file, or a new name", "choose another name")
+        raise OutputError(f"{path} is not a file", "a file, or a new name")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutputError(f"{path} is not writable", "permission to write", "choose another folder")
+        raise OutputError(f"{path} is not writable", "permission to write")
 
 
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -93,5 +93,4 @@ def _append(path: Path, text: str) -> None:
         raise OutputError(
             f"writing {path} failed ({error.strerror})",
             "a folder with enough free space and permission to write",
-            "choose another folder",
         ) from error

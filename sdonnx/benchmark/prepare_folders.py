@@ -32,7 +32,7 @@ def folders_by_kind(paths: Sequence[Path]) -> dict[FolderKind, Path]:
     for path in paths:
         kind = folder_kind(PipelineFolder.open(path).path)
         if kind in folders:
-            raise OptionError(f"{folders[kind]} and {path} are both {kind}", "one folder of each kind", "omit one")
+            raise OptionError(f"{folders[kind]} and {path} are both {kind}", "one folder of each kind")
         folders[kind] = path
     return folders
 

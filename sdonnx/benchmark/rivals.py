@@ -71,7 +71,7 @@ def chosen_engines(names: Sequence[str] | None, compilers: Sequence[str] | None)
         OptionError: both are given, or a compiler is unknown.
     """
     if names and compilers:
-        raise OptionError("--compiler and --engine, which both select engines", "one of them", "omit one")
+        raise OptionError("--compiler and --engine, which both select engines", "one of them")
     for name in compilers or ():
         if name in _BACKENDS:
             raise OptionError(
@@ -79,7 +79,7 @@ def chosen_engines(names: Sequence[str] | None, compilers: Sequence[str] | None)
                 "pass --compiler sdonnx, whose --compiler-config accepts the options of nexfort",
             )  # fmt: skip
         if name not in COMPILERS:
-            raise OptionError(f"--compiler {name} is unknown", f"one of {', '.join(COMPILERS)}", "pass one")
+            raise OptionError(f"--compiler {name} is unknown", f"one of {', '.join(COMPILERS)}")
     return [COMPILERS[name] for name in compilers] if compilers else list(names or [OnnxRuntimeEngine.name])
 
 
@@ -127,7 +127,7 @@ def parse_rivals(
         raise OptionError("--compile_mode without --enable_torch_compile", "both", "add --enable_torch_compile")
     if xformers and compiled:
         # Compiled models fuse the QKV projections, which replaces xformers' attention.
-        raise OptionError("--use_xformers and --enable_torch_compile", "one of them", "omit one")
+        raise OptionError("--use_xformers and --enable_torch_compile", "one of them")
     if xformers and "torch" not in names:
         raise OptionError("--use_xformers without the engine torch", "both", "omit the option, or add -e torch")
     return list(dict.fromkeys(rivals))
@@ -146,9 +146,7 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
         regional = base == _REGIONAL
         chosen = own or mode or ("default" if regional else "reduce-overhead")
         if chosen not in COMPILE_MODES:
-            raise OptionError(
-                f"the compile mode {chosen!r} is unknown", f"one of {', '.join(COMPILE_MODES)}", "pass one"
-            )
+            raise OptionError(f"the compile mode {chosen!r} is unknown", f"one of {', '.join(COMPILE_MODES)}")
         return Rival(f"{base}:{chosen}", "torch", chosen, regional)
     return Rival(base, "torch", xformers=True) if base == _XFORMERS else Rival(base, base)
 
@@ -181,15 +179,11 @@ def _torch_settings(config: str) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = json.loads(config)
     except (ValueError, RecursionError) as error:
-        raise OptionError(
-            f"--compiler_config is no JSON ({error})", "a JSON object, or a mode", "correct it"
-        ) from error
+        raise OptionError(f"--compiler_config is no JSON ({error})", "a JSON object, or a mode") from error
     for name, value in settings.items():
         if name not in _TORCH_KEYS:
-            raise OptionError(
-                f"the key {name!r} of --compiler_config is unknown", f"some of {', '.join(_TORCH_KEYS)}", "omit it"
-            )
+            raise OptionError(f"the key {name!r} of --compiler_config is unknown", f"some of {', '.join(_TORCH_KEYS)}")
         if not isinstance(value, _TORCH_KEYS[name]):
             expected = "a mode" if name == "mode" else "true or false"
-            raise OptionError(f"{name} of --compiler_config is {value!r}", expected, "correct it")
+            raise OptionError(f"{name} of --compiler_config is {value!r}", expected)
     return settings

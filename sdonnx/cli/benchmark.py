@@ -187,7 +187,7 @@ def _setup(
     """
     given = folders_by_kind(options.pipeline)
     if options.arch is not None and FolderKind.DIFFUSERS in given:
-        raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them", "omit one")
+        raise OptionError(f"--arch and {given[FolderKind.DIFFUSERS]}", "one of them")
     # Checks that need no folder run first, because making a folder takes minutes.
     unusable = {rival: error for rival in rivals if (error := _missing(rival, options)) is not None}
     _require_scheduler(options, given)

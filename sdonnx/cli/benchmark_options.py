@@ -163,7 +163,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Set defaults that depend on other options, and raise OptionError for invalid options."""
     if options.skip_warmup and options.warmups:
-        raise OptionError("--skip_warmup and --warmups", "one of them", "omit one")
+        raise OptionError("--skip_warmup and --warmups", "one of them")
     options.warmups = 0 if options.skip_warmup else WARM_UPS if options.warmups is None else options.warmups
     options.rounds = options.rounds if options.rounds is not None else 1 if len(options.engine) == 1 else 2
     options.width = options.width or options.height
@@ -181,20 +181,16 @@ def check_options(options: argparse.Namespace) -> None:
                     f"--{name} is {pixels}", f"a multiple of {MULTIPLE}", f"choose a {name} that {MULTIPLE} divides"
                 )
     if len(options.height) != len(options.width):
-        raise OptionError(
-            f"{len(options.height)} heights and {len(options.width)} widths", "equal numbers", "pass them in pairs"
-        )
+        raise OptionError(f"{len(options.height)} heights and {len(options.width)} widths", "equal numbers")
     if not 0 < options.strength <= 1:
         raise OptionError(f"--strength is {options.strength}", "more than 0, at most 1", "pass a number in this range")
     if options.input_image is not None and not Path(options.input_image).is_file():
         raise OptionError(f"{options.input_image} is not a file", "an image", "pass the path of an image")
     if options.provider not in (None, *PROVIDERS):
-        raise ProviderError(
-            f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one"
-        )
+        raise ProviderError(f"the provider {options.provider!r} is unknown", f"one of {', '.join(PROVIDERS)}")
     options.python = _pythons(options.python, options.engine)
     if options.arch is not None and options.arch not in ARCHITECTURES:
-        raise OptionError(f"--arch {options.arch}", f"one of {', '.join(ARCHITECTURES)}", "pass one")
+        raise OptionError(f"--arch {options.arch}", f"one of {', '.join(ARCHITECTURES)}")
     if options.arch is None and not options.pipeline:
         raise _no_pipeline(options.version)
     if options.throughput and options.steps == 1:
@@ -204,23 +200,21 @@ def check_options(options: argparse.Namespace) -> None:
             f"--timeout is {options.timeout}", "more than 0 s, at most a year", "pass a number in this range"
         )
     if not math.isfinite(options.guidance_scale):
-        raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number", "pass a finite number")
+        raise OptionError(f"--guidance_scale is {options.guidance_scale}", "a finite number")
     _check_quantization(options)
     if options.input_image is not None and int(options.steps * options.strength) < 1:
-        raise OptionError(
-            f"--strength {options.strength} of {options.steps} steps", "at least one step", "raise one of them"
-        )
+        raise OptionError(f"--strength {options.strength} of {options.steps} steps", "at least one step")
     own = () if options.arch is None else ARCHITECTURES[options.arch].adapter_files
     if options.ip_adapter is None and own:
         options.ip_adapter = [options.work_dir / options.arch / own[0]]
     elif options.ip_adapter:
         options.ip_adapter = [_adapter_file(path) for path in options.ip_adapter]
     if not options.ip_adapter and (options.ip_adapter_image is not None or options.ip_adapter_scale):
-        raise OptionError("--ip_adapter_image or --ip_adapter_scale", "--ip_adapter as well", "name the adapter")
+        raise OptionError("--ip_adapter_image or --ip_adapter_scale", "--ip_adapter as well")
     options.ip_adapter_scale = (options.ip_adapter_scale or [0.6]) if options.ip_adapter else [None]
     for scale in options.ip_adapter_scale:
         if scale is not None and not math.isfinite(scale):
-            raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number", "pass a finite number")
+            raise OptionError(f"--ip_adapter_scale is {scale}", "a finite number")
     _check_images(options)
 
 
@@ -302,7 +296,7 @@ def _not_of_a_compiler(options: argparse.Namespace) -> str | None:
 def _no_pipeline(version: str | None) -> OptionError:
     """Return the error about a missing pipeline. ONNX Runtime's script downloads the one of the version."""
     if version is None:
-        return OptionError("no pipeline", "-p FOLDER or --arch NAME", "pass one")
+        return OptionError("no pipeline", "-p FOLDER or --arch NAME")
     similar = _ARCHITECTURES.get(version)
     random = f", or --arch {similar} for that architecture with random weights" if similar else ""
     return OptionError(
@@ -316,7 +310,7 @@ def _adapter_file(given: Path) -> Path:
     """Return the file of an adapter: the file itself, or the only file in a folder."""
     files = sorted(given.glob("*.safetensors")) if given.is_dir() else [given]
     if len(files) != 1 or not files[0].is_file():
-        raise OptionError(f"--ip_adapter {given}", "a .safetensors file, or a folder with one", "name the file")
+        raise OptionError(f"--ip_adapter {given}", "a .safetensors file, or a folder with one")
     return files[0]
 
 
@@ -330,11 +324,11 @@ def _check_images(options: argparse.Namespace) -> None:
             with Image.open(given) as file:
                 file.verify()
         except OSError as error:
-            raise OptionError(f"{given} cannot be read ({error})", "an image", "pass another") from error
+            raise OptionError(f"{given} cannot be read ({error})", "an image") from error
     if options.output_image is not None:
         suffix = options.output_image.suffix.lower()
         if suffix and suffix not in Image.registered_extensions():
-            raise OptionError(f"--output_image {options.output_image}", "a name such as x.png", "choose another")
+            raise OptionError(f"--output_image {options.output_image}", "a name such as x.png")
 
 
 def _pythons(given: Sequence[str], engines: Sequence[str]) -> dict[str, str]:

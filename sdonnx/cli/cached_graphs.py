@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.limit is not None and options.action != "prune":
-        raise OptionError(f"--limit with {options.action}", "--limit with prune", "leave it out")
+        raise OptionError(f"--limit with {options.action}", "--limit with prune")
     try:
         cache = FolderCache(graph_folder())
     except RuntimeError as error:  # Path.expanduser, where there is no home

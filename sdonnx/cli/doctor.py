@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.provider not in (None, "cuda", "cpu"):
-        raise OptionError(f"the provider {options.provider!r} is unknown", "cuda or cpu", "pass one, or none")
+        raise OptionError(f"the provider {options.provider!r} is unknown", "cuda or cpu")
     if options.quick and options.provider == "cpu":
         raise OptionError("--quick checks a GPU", "the provider cuda", "leave out --quick or --provider cpu")
     # Standard output is for the report, if that is where it is written.
@@ -318,6 +318,4 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OutputError(
-            f"writing {path} failed ({error.strerror or error})", "a file that can be written", "choose another file"
-        ) from error
+        raise OutputError(f"writing {path} failed ({error.strerror or error})", "a file that can be written") from error

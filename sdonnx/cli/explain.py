@@ -102,14 +102,12 @@ def run(options: argparse.Namespace) -> int:
     requested = f"disabled: {', '.join(disabled)}"
     if options.component is not None:
         if options.component not in components:
-            raise OptionError(
-                f"the pipeline has no component {options.component!r}", f"one of {', '.join(components)}", "name one"
-            )
+            raise OptionError(f"the pipeline has no component {options.component!r}", f"one of {', '.join(components)}")
         components = {options.component: components[options.component]}
     stages = list(dict.fromkeys(stage["stage"] for report in components.values() for stage in report["stages"]))
     if options.stage is not None and options.stage not in stages:
         found = f"there is no stage {options.stage!r}" + (f" ({requested})" if disabled else "")
-        raise OptionError(found, f"one of {', '.join(stages)}", "name one")
+        raise OptionError(found, f"one of {', '.join(stages)}")
     out = console()
     for name, report in components.items():
         if options.stage is None:

@@ -214,13 +214,13 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name, minimum in _MINIMA.items():
         value = getattr(options, name)
         if value is not None and value < minimum:
-            raise OptionError(f"--{name} is {value}", f"at least {minimum}", "pass a larger number")
+            raise OptionError(f"--{name} is {value}", f"at least {minimum}")
     if options.quality is not None and options.quality > 100:
-        raise OptionError(f"--quality is {options.quality}", "1 to 100", "pass a smaller number")
+        raise OptionError(f"--quality is {options.quality}", "1 to 100")
     for name in ("guidance_scale", "strength"):
         value = getattr(options, name)
         if value is not None and not math.isfinite(value):
-            raise OptionError(f"--{name} is {value}", "a finite number", "pass another number")
+            raise OptionError(f"--{name} is {value}", "a finite number")
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def read_image(path: Path | None) -> Image.Image | None:
             image.load()
             return image.copy()
     except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read ({error})", "an image file", "pass another file") from error
+        raise OptionError(f"{path} cannot be read ({error})", "an image file") from error
 
 
 _IMAGES = ("ip_adapter_image", "control_image", "adapter_image")
@@ -175,7 +175,7 @@ def read_lora_files(values: Sequence[str]) -> list[LoraFile]:
         if not os.path.exists(path) and (match := _WEIGHTED.match(value)):
             path, weight = Path(match[1]), _number(f"--lora {value}", match[2])
         if not os.path.exists(path):
-            raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file", "check the path")
+            raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file")
         files.append(LoraFile(path, weight))
     return files
 
@@ -225,9 +225,7 @@ def _of_tag(files: Sequence[Path], folder: Path, name: str, text_weight: str, we
     name = name.strip()
     found = [path for path in files if name in (path.stem, lora_name(path))]
     if len(found) != 1:
-        raise OptionError(
-            f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors", "check the name"
-        )
+        raise OptionError(f"<lora:{name}> matches {len(found)} files in {folder}", f"one file {name}.safetensors")
     of_text = _number(f"<lora:{name}>", text_weight) if text_weight else 1.0
     if not weight:
         return LoraFile(found[0], of_text)
@@ -270,7 +268,7 @@ def read_schedule(options: argparse.Namespace) -> None:
             setattr(options, name, _numbers(name, text))
     given = [f"--{name}" for name in ("steps", *_LISTS) if getattr(options, name) is not None]
     if len(given) > 1:
-        raise OptionError(" and ".join(given), "one of them", "leave out the others")
+        raise OptionError(" and ".join(given), "one of them")
     CustomSchedule.create(options.timesteps, options.sigmas, None, None)
     if options.eta is not None and not 0 <= options.eta <= 1:
         raise OptionError(f"--eta is {options.eta}", "a number from 0 to 1", "pass for example 0.3")

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.action == "show":
         if options.output is not None:
-            raise OptionError("-o with show", "-o with convert", "leave it out")
+            raise OptionError("-o with show", "-o with convert")
         _print(options.file, _read(options), every_key=options.all)
         return 0
     _require_new(options.output, options.overwrite)
@@ -127,7 +127,7 @@ def _require_new(output: Path | None, overwrite: bool) -> None:
     if output is None:
         raise OptionError("convert without -o", f"-o OUT{_SUFFIX}", "name the file to write")
     if output.suffix != _SUFFIX:
-        raise OptionError(f"the output {output}", f"a name that ends with {_SUFFIX}", "choose another name")
+        raise OptionError(f"the output {output}", f"a name that ends with {_SUFFIX}")
     if output.is_dir() or (output.exists() and not overwrite):
         raise OutputError(f"the output {output} exists", "a new file", "choose another name, or pass --overwrite")
 
@@ -150,7 +150,7 @@ def _write(output: Path, tensors: Mapping[str, Any], metadata: dict[str, str]) -
         partial_file.replace(output)
     except OSError as error:
         found = f"the output {output} cannot be written ({error.strerror or error})"
-        raise OutputError(found, "a writable file", "choose another output") from error
+        raise OutputError(found, "a writable file") from error
     finally:
         if partial_file is not None:
             with contextlib.suppress(OSError):

@@ -190,7 +190,7 @@ def _optimize_automatically(options: argparse.Namespace, request: OptimizeReques
     for name in ("steps", "size"):
         number = getattr(options, f"auto_{name}")
         if number is not None and number < 1:
-            raise OptionError(f"--auto_{name} {number}", "a number of at least 1", "pass another one")
+            raise OptionError(f"--auto_{name} {number}", "a number of at least 1")
     settings = ProbeSettings(
         None if options.auto_prompts is None else read_prompts(options.auto_prompts),
         options.auto_steps or ProbeSettings.steps,

@@ -202,9 +202,9 @@ def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None
             raise OptionError(found, "--quantize fp8_static, int8_static or auto", "leave out --calibration_prompts")
     elif options.quant_submodules_config_path is not None:
         found = f"--quantize {AUTO} and --quant_submodules_config_path, which both choose the modules"
-        raise OptionError(found, "one of them", "name a type in place of auto")
+        raise OptionError(found, "one of them")
     if options.calibration is not None and options.calibration_prompts is not None and needs_calibration:
-        raise OptionError("--calibration and --calibration_prompts", "one of them", "leave the other out")
+        raise OptionError("--calibration and --calibration_prompts", "one of them")
     if options.accuracy_prompts is not None and options.min_accuracy is None:
         raise OptionError("--accuracy_prompts without --min_accuracy", "both", "leave out --accuracy_prompts")
     if options.quantize == AUTO:
@@ -225,7 +225,7 @@ def _probe_of(options: argparse.Namespace) -> ProbeSettings:
     for name in ("steps", "size"):
         number = getattr(options, f"calibration_{name}")
         if number is not None and number < 1:
-            raise OptionError(f"--calibration_{name} {number}", "a number of at least 1", "pass another one")
+            raise OptionError(f"--calibration_{name} {number}", "a number of at least 1")
     return ProbeSettings(
         None if options.calibration_prompts is None else read_prompts(options.calibration_prompts),
         options.calibration_steps or ProbeSettings.steps,
@@ -253,9 +253,7 @@ def _with_chosen_modules(options: argparse.Namespace, request: OptimizeRequest) 
         try:
             options.sensitivity.write_text(json.dumps(choice.as_submodules(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
-            raise OutputError(
-                f"writing {options.sensitivity} failed ({error.strerror})", "a writable file", "choose another place"
-            ) from error
+            raise OutputError(f"writing {options.sensitivity} failed ({error.strerror})", "a writable file") from error
     return replace(request, quantization=choice.config, quantization_search=choice.as_json())
 
 

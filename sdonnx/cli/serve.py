@@ -190,7 +190,7 @@ def _folders(models: list[str]) -> dict[str, str]:
         if not equals or os.path.isdir(text):
             name, folder = Path(text).resolve().name, text
         if not name or not folder:
-            raise OptionError(f"--model is {text!r}", "FOLDER or NAME=FOLDER", "pass one of them")
+            raise OptionError(f"--model is {text!r}", "FOLDER or NAME=FOLDER")
         if name in folders:
             raise OptionError(f"two models have the name {name!r}", "a name for each", "pass NAME=FOLDER")
         folders[name] = folder

@@ -209,5 +209,5 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise OutputError(
-            f"{folder} is not writable ({error.strerror})", "a writable folder for the certificate", "copy the folder"
+            f"{folder} is not writable ({error.strerror})", "a writable folder for the certificate"
         ) from error

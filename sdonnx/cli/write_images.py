@@ -84,7 +84,6 @@ class Destination:
             raise OptionError(
                 f"the output is {path.name}",
                 f"a name that ends in {', '.join(_FORMATS)}, a folder (ending in /), or - for standard output",
-                "choose another name",
             )
         _require_folder(path.parent)
         numbered = [path.with_name(f"{path.stem}-{index + 1}{path.suffix}") for index in range(count)]
@@ -127,7 +126,6 @@ class Destination:
             raise OutputError(
                 f"writing {path} failed ({error.strerror or error})",
                 "a place with enough free space and permission to write",
-                "choose another output",
             ) from error
         return str(path)
 
@@ -218,7 +216,7 @@ def _exists(path: Path) -> OutputError:
 
 def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise OutputError(f"{folder} is not a folder", "a folder to write into", "create it first")
+        raise OutputError(f"{folder} is not a folder", "a folder to write into")
 
 
 # Source: the table in diffusers' docs/source/en/api/schedulers/overview.md.

@@ -280,7 +280,7 @@ def _graph_methods(module: Any) -> tuple[GraphMethod, ...]:
         reason = "it has no forward"
     if reason is not None:
         found = f"a {name} that cannot be compiled: {reason}"
-        raise OptionError(found, "a torch module with a forward", "pass another module")
+        raise OptionError(found, "a torch module with a forward")
     if not (methods := tuple(methods_of(module))):
         return ()
     if (reason := why_unsupported(module)) is None:

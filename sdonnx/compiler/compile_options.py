@@ -103,7 +103,7 @@ def check_backend(backend: str | None) -> None:
         OptionError: The backend is unknown.
     """
     if backend is not None and backend not in _BACKENDS:
-        raise OptionError(f"the backend {backend!r} is unknown", f"one of {', '.join(_BACKENDS)}", "leave it out")
+        raise OptionError(f"the backend {backend!r} is unknown", f"one of {', '.join(_BACKENDS)}")
 
 
 def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
@@ -114,19 +114,19 @@ def check_options(options: Mapping[str, Any] | str | None) -> CompileOptions:
     """
     content = _parsed(options)
     if unknown := sorted(str(key) for key in content.keys() - set(_KEYS)):
-        raise OptionError(f"the option {unknown[0]!r} is unknown", f"some of {', '.join(_KEYS)}", "leave it out")
+        raise OptionError(f"the option {unknown[0]!r} is unknown", f"some of {', '.join(_KEYS)}")
     words = _words(content.get("mode"))
     chosen = content.get("memory_format")
     if chosen is not None and str(chosen).removeprefix("torch.") not in _FORMATS:
-        raise OptionError(f"the memory_format {chosen!r} is unknown", f"one of {', '.join(_FORMATS)}", "correct it")
+        raise OptionError(f"the memory_format {chosen!r} is unknown", f"one of {', '.join(_FORMATS)}")
     if content.get("dynamic") not in (None, True, False):
-        raise OptionError(f"dynamic is {content['dynamic']!r}", "true or false", "correct it")
+        raise OptionError(f"dynamic is {content['dynamic']!r}", "true or false")
     inner = content.get("options") or {}
     if not isinstance(inner, Mapping):
-        raise OptionError(f"options is {content['options']!r}", "an object", "leave it out")
+        raise OptionError(f"options is {content['options']!r}", "an object")
     for name in _INNER:
         if inner.get(name) not in (None, True, False):
-            raise OptionError(f"{name} is {inner[name]!r}", "true or false", "correct it")
+            raise OptionError(f"{name} is {inner[name]!r}", "true or false")
     if idle := sorted(str(key) for key in inner.keys() - set(_INNER)):
         _note_idle(", ".join(idle))
     freezing = inner.get(FREEZING)
@@ -164,7 +164,7 @@ def named_quantization(name: Any, config: Any) -> QuantizationConfig | None:
     from sdonnx.quantization.quantization_types import NOT_QUANTIZED, quantization_type
 
     if config is not None and not isinstance(config, Mapping | str):
-        raise OptionError(f"quantize_config is {config!r}", "a dictionary, JSON or a file of JSON", "correct it")
+        raise OptionError(f"quantize_config is {config!r}", "a dictionary, JSON or a file of JSON")
     if name is not None and name != NOT_QUANTIZED:
         quantization_type(name)
     text = json.dumps(dict(config)) if isinstance(config, Mapping) else config
@@ -189,7 +189,7 @@ def _words(mode: Any) -> list[str]:
         return []
     words = mode.split(":") if isinstance(mode, str) else [repr(mode)]
     if wrong := [word for word in words if word not in MODES]:
-        raise OptionError(f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons", "correct it")
+        raise OptionError(f"the mode {wrong[0]!r} is unknown", f"some of {', '.join(MODES)}, with colons")
     return words
 
 
@@ -197,12 +197,12 @@ def _parsed(options: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     if options is None or isinstance(options, Mapping):
         return options or {}
     if not isinstance(options, str):
-        raise OptionError(f"options are {options!r}", "a dictionary, JSON or a mode", "correct them")
+        raise OptionError(f"options are {options!r}", "a dictionary, JSON or a mode")
     if not options.lstrip().startswith("{"):
         return {"mode": options}
     try:
         found = json.loads(options)
     except (ValueError, RecursionError) as error:
-        raise OptionError(f"options are no JSON ({error})", "a JSON object", "correct them") from error
+        raise OptionError(f"options are no JSON ({error})", "a JSON object") from error
     assert isinstance(found, dict)  # the text begins with a brace
     return found

@@ -126,7 +126,7 @@ def modules_of(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module
         )
     ignored = {ignores} if isinstance(ignores, str) else set(ignores)
     if unknown := sorted(ignored - components.keys()):
-        raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}", "correct the name")
+        raise OptionError(f"ignores {unknown[0]!r}", f"some of {', '.join(components)}")
     modules = {name: part for name, part in components.items() if isinstance(part, torch.nn.Module)}
     _require_no_offloading(pipe, modules)
     return {name: part for name, part in modules.items() if name not in ignored}

@@ -113,7 +113,6 @@ class CompiledMethod:
             raise OptionError(
                 f"a call of {self._class_name} with wrong arguments ({error})",
                 f"the arguments {', '.join(self._signature.parameters)}",
-                "correct the call",
             ) from error
         bound.apply_defaults()
         arguments = bound.arguments

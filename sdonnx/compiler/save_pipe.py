@@ -50,9 +50,7 @@ def save_pipe(pipe: Any, dir: Path | str = _DEFAULT, *, ignores: Collection[str]
     """
     compiled = {name: programs for name, part in modules_of(pipe, ignores).items() if (programs := programs_of(part))}
     if not compiled:
-        raise OptionError(
-            f"a {type(pipe).__name__} that is not compiled", "a pipeline after compile_pipe", "compile it"
-        )
+        raise OptionError(f"a {type(pipe).__name__} that is not compiled", "a pipeline after compile_pipe")
     root = Path(dir)
     index = _read_index(root) if (root / _INDEX).is_file() else {}
     saved = FolderCache(root)

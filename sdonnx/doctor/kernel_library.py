@@ -106,9 +106,7 @@ def find_kernel_library(environment: Mapping[str, str] = os.environ) -> Path | N
     if named:
         path = Path(named)
         if not path.is_file():
-            raise OptionError(
-                f"{KERNEL_LIBRARY} is {named!r}, which is no file", f"the path of {_FILE}, or 0", "unset it"
-            )
+            raise OptionError(f"{KERNEL_LIBRARY} is {named!r}, which is no file", f"the path of {_FILE}, or 0")
         return path.resolve()
     spec = importlib.util.find_spec(_PACKAGE)
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]

@@ -154,7 +154,7 @@ def _require_controlnet(path: Path, config: Config, unet: Config) -> None:
             )
     channels = unet.get("out_channels")
     if config.get("in_channels") != channels:
-        raise WeightsError(f"{found} in_channels={config.get('in_channels')}", f"{channels}", "choose another one")
+        raise WeightsError(f"{found} in_channels={config.get('in_channels')}", f"{channels}")
     widths = config.get("conditioning_embedding_out_channels", [1])
     if not isinstance(widths, list) or not widths:
         raise FolderError(f"{found} conditioning_embedding_out_channels={widths!r}", "a list", "copy it again")

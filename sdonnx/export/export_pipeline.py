@@ -115,12 +115,12 @@ def export_pipeline(
         SdonnxError: The pipeline cannot be read or the output cannot be written.
     """
     if dtype not in DTYPES:
-        raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}", "pass one of these")
+        raise OptionError(f"the dtype {dtype!r} is unknown", f"one of {', '.join(DTYPES)}")
     with contextlib.ExitStack() as stack:
         single = None
         if is_single_file(source):
             if variant is not None:
-                raise OptionError(f"--variant {variant} with the file {source}", "no --variant", "omit it")
+                raise OptionError(f"--variant {variant} with the file {source}", "no --variant")
             autoencoder = None if vae is None else Path(vae)
             single = stack.enter_context(open_single_file(Path(source), config, autoencoder, allow_pickle))
         elif config is not None or vae is not None:
@@ -189,7 +189,7 @@ def _require_options(family: Family, dtype: str, allow_pickle: Collection[str], 
     sources = sorted({spec.source for spec in family.components} | added.components)
     if unknown := sorted(set(allow_pickle) - {_ALL, *sources}):
         known = f"all, or components of {', '.join(sources)}"
-        raise OptionError(f"--allow_pickle {unknown[0]}", known, "pass some of these")
+        raise OptionError(f"--allow_pickle {unknown[0]}", known)
     return sources if _ALL in allow_pickle else list(allow_pickle)
 
 

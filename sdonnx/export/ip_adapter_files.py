@@ -118,7 +118,6 @@ class AdapterFile:
             raise WeightsError(
                 f"{self.path} is {'a FaceID adapter' if faces and 'proj.weight' not in held else 'not an IP-Adapter'}",
                 "an IP-Adapter, IP-Adapter Plus or Full, which read CLIP's image embeddings",
-                "choose another adapter",
             )
         if made != width:
             raise WeightsError(
@@ -133,7 +132,7 @@ def _only_file(folder: Path) -> Path:
     files = sorted(folder.glob(f"*{_SUFFIX}"))
     if len(files) != 1:
         found = f"{len(files)} of them ({', '.join(file.name for file in files)})" if files else f"no {_SUFFIX} file"
-        raise WeightsError(f"{folder} contains {found}", "one IP-Adapter", "pass the file")
+        raise WeightsError(f"{folder} contains {found}", "one IP-Adapter")
     return files[0]
 
 

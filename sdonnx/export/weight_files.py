@@ -106,7 +106,7 @@ def require_variant(folders: Collection[Path], variant: str) -> None:
     found = {each for folder in folders for ending in (".safetensors", ".bin") for each in _variants(folder, ending)}
     if variant not in found:
         known = f"one of {', '.join(sorted(found))}" if found else "no --variant, since the weights have none"
-        raise WeightsError(f"no component has weights of the variant {variant!r}", known, "pass this, or omit it")
+        raise WeightsError(f"no component has weights of the variant {variant!r}", known)
 
 
 def _refused(found: str, allowed: str) -> WeightsError:

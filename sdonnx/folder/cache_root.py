@@ -59,7 +59,7 @@ def parse_size(text: str, name: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise OptionError(f"{name} is {text!r}", "a size such as 20GB, 512MB or 0", "correct it")
+        raise OptionError(f"{name} is {text!r}", "a size such as 20GB, 512MB or 0")
     number, unit, binary = match[1], match[2] or "", match[3]
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
 

@@ -307,7 +307,6 @@ def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
             raise OutputError(
                 f"the output {out} is, contains or lies in the input {source}",
                 "an output outside the input",
-                "choose another output folder",
             )
     if resolved == Path.cwd() or resolved in Path.cwd().parents or out.is_mount():
         # The output is renamed to its final name, which would replace one of these while it is in use.
@@ -317,7 +316,7 @@ def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
             "choose a folder inside it",
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise OutputError(f"the output {out} is not a folder", "a new folder", "choose another output folder")
+        raise OutputError(f"the output {out} is not a folder", "a new folder")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
             raise OutputError(
@@ -328,7 +327,6 @@ def _refuse_output(out: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
             raise OutputError(
                 f"the output {out} exists and is not a pipeline folder ({MODEL_INDEX} is missing)",
                 "a folder that an earlier run wrote",
-                "choose another output folder",
             )
 
 

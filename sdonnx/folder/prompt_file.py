@@ -49,9 +49,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"{path} cannot be read ({error})", "a text file with one prompt per line", "pass another file"
-        ) from error
+        raise OptionError(f"{path} cannot be read ({error})", "a text file with one prompt per line") from error
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise OptionError(f"{path} has no line with a prompt", "at least one", "add a line to the file")

@@ -34,9 +34,7 @@ def read(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
         return tensor.numpy()
     path, base = Path(tensor.path), Path(tensor.base_dir)
     if base.resolve() not in path.resolve().parents:
-        raise WeightsError(
-            f"the tensor {tensor.name} lies in {path}, outside {base}", "data next to the model", "export it again"
-        )
+        raise WeightsError(f"the tensor {tensor.name} lies in {path}, outside {base}", "data next to the model")
     try:
         values = np.fromfile(path, tensor.dtype.numpy(), count=tensor.size, offset=tensor.offset or 0)
     except OSError as error:

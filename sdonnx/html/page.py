@@ -46,9 +46,9 @@ def check_page(path: Path) -> None:
     """
     with _write_errors(path):
         if not path.parent.is_dir():
-            raise OutputError(f"{path.parent} is not a folder", "an existing folder", "create it")
+            raise OutputError(f"{path.parent} is not a folder", "an existing folder")
         if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is not a file", "a file, or a new name", "choose another name")
+            raise OutputError(f"{path} is not a file", "a file, or a new name")
         # Write a byte, because permissions do not show whether a file system is read-only or full.
         with tempfile.TemporaryFile(dir=path.parent) as file:
             file.write(b"\0")
@@ -81,7 +81,6 @@ def _write_errors(path: Path) -> Iterator[None]:
         raise OutputError(
             f"writing {path} failed ({error.strerror})",
             "a folder with enough free space and permission to write",
-            "choose another folder",
         ) from error
 
 

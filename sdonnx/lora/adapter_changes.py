@@ -47,7 +47,7 @@ def module_changes(source: str, module: str, tensors: Tensors, scale: AdapterSca
     named = {f"{module}.weight": factory.weight(), f"{module}.bias": factory.bias()}
     changes = {name: change for name, change in named.items() if change is not None}
     if not changes:
-        raise WeightsError(f"{source} has only {', '.join(tensors)}", "the factors of a change", "use another adapter")
+        raise WeightsError(f"{source} has only {', '.join(tensors)}", "the factors of a change")
     return changes
 
 

@@ -112,9 +112,7 @@ def _file_in(path: Path) -> Path:
         return path
     files = [path / name for name in _FILES_OF_FOLDERS if (path / name).is_file()]
     if len(files) != 1:
-        raise WeightsError(
-            f"{path} has {len(files)} of the files {' and '.join(_FILES_OF_FOLDERS)}", "one of them", "pass the file"
-        )
+        raise WeightsError(f"{path} has {len(files)} of the files {' and '.join(_FILES_OF_FOLDERS)}", "one of them")
     return files[0]
 
 
@@ -145,7 +143,7 @@ def _grouped(
         used.append(found)
         tensors = modules.setdefault((component, name.rpartition(".")[0]), {})
         if found.part in tensors:
-            raise WeightsError(f"{path} has {key} also by another name", "one tensor", "use another adapter")
+            raise WeightsError(f"{path} has {key} also by another name", "one tensor")
         tensors[found.part] = tensor
     if parts:
         _refuse_parts(path, parts, content)

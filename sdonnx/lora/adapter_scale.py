@@ -96,9 +96,7 @@ def read_peft_config(folder: Path) -> Mapping[str, Any]:
     config = read_json(folder / _CONFIG)
     method = config.get("peft_type")
     if method not in _METHODS:
-        raise WeightsError(
-            f"{folder / _CONFIG} has the method {method!r}", f"one of {', '.join(_METHODS)}", "use another adapter"
-        )
+        raise WeightsError(f"{folder / _CONFIG} has the method {method!r}", f"one of {', '.join(_METHODS)}")
     return config
 
 
@@ -146,4 +144,4 @@ def _pattern(path: Path, name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _unusable(path: Path, subject: str, problem: str) -> WeightsError:
-    return WeightsError(f"{path}: {subject} cannot be used ({problem})", "a configuration of PEFT", "save it again")
+    return WeightsError(f"{path}: {subject} cannot be used ({problem})", "a configuration of PEFT")

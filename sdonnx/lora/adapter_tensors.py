@@ -48,7 +48,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
         with path.open("rb") as file:
             return _read(path, file)
     except FileNotFoundError:
-        raise WeightsError(f"{path} does not exist", "a safetensors file", "check the path") from None
+        raise WeightsError(f"{path} does not exist", "a safetensors file") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise _broken(path, str(error)) from error
 

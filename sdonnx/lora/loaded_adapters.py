@@ -145,7 +145,7 @@ class LoadedAdapters:
         """Raise OptionError unless a LoRA can change each of these components."""
         if unknown := sorted(set(names) - self.tables.keys()):
             accepted = ", ".join(self.tables)
-            raise OptionError(f"a LoRA in the component {unknown[0]}", f"some of {accepted}", "name one of them")
+            raise OptionError(f"a LoRA in the component {unknown[0]}", f"some of {accepted}")
 
     def require_fitting(self, file: AdapterFile) -> None:
         """Raise unless every change of an adapter can be made.
@@ -157,9 +157,7 @@ class LoadedAdapters:
         for component, changes in file.changes.items():
             table = self.tables.get(component)
             if table is None:
-                raise WeightsError(
-                    f"the LoRA changes {component}", f"some of {', '.join(self.tables)}", "use another LoRA"
-                )
+                raise WeightsError(f"the LoRA changes {component}", f"some of {', '.join(self.tables)}")
             known = {*table.places, *table.fixed, *table.unused}
             if fixed := sorted(changes.keys() & table.fixed):
                 raise OptionError(
@@ -177,7 +175,6 @@ class LoadedAdapters:
                 raise WeightsError(
                     f"the LoRA changes {len(unknown)} weights that {component} lacks, such as {unknown[0]}",
                     "an adapter for this model",
-                    "use another adapter",
                 )
             for name, change in changes.items():
                 if name not in table.unused:

@@ -20,7 +20,7 @@ def lora_files(folder: Path) -> list[Path]:
         OptionError: there is no such folder.
     """
     if not os.path.isdir(folder):  # also for names that cannot exist
-        raise OptionError(f"{folder} is no folder", "the folder of the LoRA files", "check the path")
+        raise OptionError(f"{folder} is no folder", "the folder of the LoRA files")
     return [path for path in sorted(folder.rglob(f"*{_SUFFIX}")) if path.is_file()]
 
 
@@ -42,12 +42,10 @@ def list_loras(folder: Path) -> dict[str, Path]:
     for path in lora_files(folder):
         name = lora_name(path)
         if name in found:
-            raise OptionError(
-                f"the LoRA name {name!r} occurs twice ({found[name]} and {path})", "a name for each", "rename one"
-            )
+            raise OptionError(f"the LoRA name {name!r} occurs twice ({found[name]} and {path})", "a name for each")
         if not name.isprintable():  # bytes that are no UTF-8 cannot be sent as JSON
-            raise OptionError(f"the LoRA file {path} has a name that cannot be shown", "printable text", "rename it")
+            raise OptionError(f"the LoRA file {path} has a name that cannot be shown", "printable text")
         found[name] = path
     if not found:
-        raise OptionError(f"{folder} has no LoRA files", f"files with the suffix {_SUFFIX}", "pass another folder")
+        raise OptionError(f"{folder} has no LoRA files", f"files with the suffix {_SUFFIX}")
     return found

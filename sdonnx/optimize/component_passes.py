@@ -246,7 +246,6 @@ def _scale_group_norms(job: ComponentJob) -> None:
         raise OptionError(
             f"--norm_scale of {job.spec.name}, which cannot be scaled, since {reason}",
             "a component whose group norms read values that only they and linear operators read",
-            "leave it out",
         )
     _LOGGER.warning("%s stays in float32: %s", job.spec.name, reason)
 

@@ -63,11 +63,11 @@ class OptimizeRequest:
         if self.attention_layout not in ATTENTION_LAYOUTS:
             layouts = ", ".join(ATTENTION_LAYOUTS)
             found = f"the attention layout {self.attention_layout!r} is unknown"
-            raise OptionError(found, f"one of {layouts}", "pass one")
+            raise OptionError(found, f"one of {layouts}")
         if self.provider == "cpu" and self.precision.is_reduced:
             raise OptionError("float16 for the CPU", "float32, which the CPU's kernels have", "leave out --float16")
         if self.kernels not in KERNELS:
-            raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}", "pass one")
+            raise OptionError(f"kernels is {self.kernels!r}", f"one of {', '.join(KERNELS)}")
         if self.export_qdq and self.quantization is None:
             raise OptionError("--export_qdq without --quantize", "both", "add --quantize with a type")
         if self.quantization is not None and self.quantization.needs_calibration and self.scales is None:
@@ -79,7 +79,7 @@ class OptimizeRequest:
         for name in self.disabled:
             if name not in FLAGS:
                 found = f"the fusion {name!r} is unknown"
-                raise OptionError(found, f"one of {', '.join(FLAGS)}", "name one of these")
+                raise OptionError(found, f"one of {', '.join(FLAGS)}")
 
     @property
     def suits_own_kernels(self) -> bool:
@@ -94,4 +94,4 @@ def require_known_provider(provider: str) -> None:
         ProviderError: the provider is unknown.
     """
     if provider not in PROVIDERS:
-        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
+        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}")

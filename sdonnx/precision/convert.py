@@ -250,7 +250,6 @@ class ConvertPrecision(InPlacePass):
                 raise OptionError(
                     f"the override {self.spec.name}:{pattern} matches nothing",
                     f"an operator ({', '.join(operators)}) or a module ({', '.join(f'{name}.*' for name in modules)})",
-                    "name one of these",
                 )
 
 

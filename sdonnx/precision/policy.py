@@ -49,9 +49,9 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float16"):
-            raise OptionError(f"the precision {self.dtype!r}", "float32 or float16", "pass one of them")
+            raise OptionError(f"the precision {self.dtype!r}", "float32 or float16")
         if self.fallback not in ("float32", "bfloat16"):
-            raise OptionError(f"the fallback precision {self.fallback!r}", "float32 or bfloat16", "pass one of them")
+            raise OptionError(f"the fallback precision {self.fallback!r}", "float32 or bfloat16")
         if self.keep_float32 and not self.is_reduced:
             raise OptionError("--force_fp32_ops without --float16", "both", "add --float16")
         if self.norm_scale and not self.is_reduced:
@@ -122,7 +122,7 @@ class PrecisionPolicy:
 
     def __post_init__(self) -> None:
         if self.fallback not in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
-            raise OptionError(f"a fallback of {self.fallback}", "FLOAT or BFLOAT16", "pass one of them")
+            raise OptionError(f"a fallback of {self.fallback}", "FLOAT or BFLOAT16")
 
     def override_for(self, node: ir.Node) -> str | None:
         """Return the first pattern of `float32` that matches the node, or None."""

@@ -76,7 +76,7 @@ def calibrate(
         SdonnxError: an option or the folder cannot be used.
     """
     if method not in METHODS:
-        raise OptionError(f"the calibration method {method!r}", f"one of {', '.join(METHODS)}", "pass one")
+        raise OptionError(f"the calibration method {method!r}", f"one of {', '.join(METHODS)}")
     pipeline = open_exported(source, request)
     family = pipeline.family
     policies = quantization_policies(request, family)

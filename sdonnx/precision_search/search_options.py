@@ -66,17 +66,17 @@ class Bounds:
 
     def __post_init__(self) -> None:
         if self.max_error is not None and not 0 < self.max_error < 1:
-            raise OptionError(f"--max_error {self.max_error:g}", "a number between 0 and 1", "pass another one")
+            raise OptionError(f"--max_error {self.max_error:g}", "a number between 0 and 1")
         if self.min_psnr_db is not None and not 0 < self.min_psnr_db <= _MAX_PSNR_DB:
             expected = f"a number of dB above 0 and up to {_MAX_PSNR_DB:g}, the rounding of float32"
-            raise OptionError(f"--min_psnr {self.min_psnr_db:g}", expected, "pass another one")
+            raise OptionError(f"--min_psnr {self.min_psnr_db:g}", expected)
         if self.min_accuracy is not None and not 1 <= self.min_accuracy <= 100:
             expected = "a percentage from 1 to 100"
             raise OptionError(f"--min_accuracy {self.min_accuracy:g}", expected, "pass for example 95 for 95 %")
         if self.captions < 1:
-            raise OptionError(f"--accuracy_prompts {self.captions}", "a number of at least 1", "pass another one")
+            raise OptionError(f"--accuracy_prompts {self.captions}", "a number of at least 1")
         if self.caption_steps < 1:
-            raise OptionError(f"--calibration_steps {self.caption_steps}", "a number of at least 1", "pass another one")
+            raise OptionError(f"--calibration_steps {self.caption_steps}", "a number of at least 1")
         if self.max_error is None and not self.needs_images:
             object.__setattr__(self, "max_error", self.DEFAULT_MAX_ERROR)
 

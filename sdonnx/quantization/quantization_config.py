@@ -134,7 +134,7 @@ class QuantizationConfig:
         unknown = sorted(content.keys() - set(_ENTRIES))
         if unknown:
             found = f"the quantization configuration has the entry {unknown[0]!r}"
-            raise OptionError(found, f"some of {', '.join(_ENTRIES)}", "leave it out")
+            raise OptionError(found, f"some of {', '.join(_ENTRIES)}")
         modules = _module_types(content.get("modules", {}))
         name = quantize or content.get("quant_type") or (None if modules else "fp8")
         if quantize and content.get("quant_type", quantize) != quantize:
@@ -148,7 +148,7 @@ class QuantizationConfig:
             return cls(default, modules, _listed(content.get("submodules")))
         if "submodules" in content:
             found = "submodules in the configuration and --quant_submodules_config_path"
-            raise OptionError(found, "one of them", "leave the other out")
+            raise OptionError(found, "one of them")
         return cls(default, modules, read_submodules(submodules, content.get("top_percentage", _TOP_PERCENTAGE)))
 
     @property
@@ -206,14 +206,14 @@ def read_submodules(path: Path, top_percentage: object = _TOP_PERCENTAGE) -> tup
         OptionError: the file cannot be read or has another form, or the share is none.
     """
     if isinstance(top_percentage, bool) or not isinstance(top_percentage, int | float) or not 0 < top_percentage <= 100:
-        raise OptionError(f"a top_percentage of {top_percentage!r}", "a number above 0 and at most 100", "change it")
+        raise OptionError(f"a top_percentage of {top_percentage!r}", "a number above 0 and at most 100")
     content = _object(_text_of(path), str(path))
     similarity = {}
     for name, entry in content.items():
         number = entry.get("ssim") if isinstance(entry, Mapping) else None
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             expected = '{"MODULE": {"ssim": a number}, ...}'
-            raise OptionError(f"{path} says {entry!r} for {name!r}", expected, "correct that entry")
+            raise OptionError(f"{path} says {entry!r} for {name!r}", expected)
         similarity[name] = float(number)
     ordered = sorted(similarity, key=lambda name: similarity[name], reverse=True)
     chosen = tuple(ordered[: int(len(ordered) * top_percentage / 100)])
@@ -239,7 +239,7 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OptionError(f"{path} cannot be read ({reason})", "a file with a JSON object", "correct it") from None
+        raise OptionError(f"{path} cannot be read ({reason})", "a file with a JSON object") from None
 
 
 def _object(text: str, name: str) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _object(text: str, name: str) -> dict[str, Any]:
         raise OptionError(f"{name} is no JSON ({error})", 'an object such as {"quant_type": "int8_weightonly"}',
                           "correct it, with double quotes around names") from None  # fmt: skip
     if not isinstance(content, dict):
-        raise OptionError(f"{name} holds a {type(content).__name__}", "a JSON object", "correct it")
+        raise OptionError(f"{name} holds a {type(content).__name__}", "a JSON object")
     return content
 
 
@@ -265,7 +265,7 @@ def _listed(entries: object) -> tuple[str, ...] | None:
 def _module_types(entries: object) -> tuple[tuple[str, QuantizationType | None], ...]:
     if not isinstance(entries, Mapping):
         found = f"modules of the quantization configuration is a {type(entries).__name__}"
-        raise OptionError(found, 'an object {"COMPONENT:MODULE": TYPE, ...}', "correct it")
+        raise OptionError(found, 'an object {"COMPONENT:MODULE": TYPE, ...}')
     return tuple(
         (str(pattern), None if name in (None, NOT_QUANTIZED) else quantization_type(name))
         for pattern, name in entries.items()

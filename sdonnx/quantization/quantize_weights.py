@@ -130,9 +130,7 @@ def require_not_quantized(model: ir.Model, path: object) -> None:
     """
     found = next((node for node in model.graph if node.op_type in _QUANTIZED), None)
     if found is not None:
-        raise FolderError(
-            f"{path} is quantized already: it has {found.op_type}", "a graph in float32 or float16", "export it again"
-        )
+        raise FolderError(f"{path} is quantized already: it has {found.op_type}", "a graph in float32 or float16")
 
 
 def restore_late(model: ir.Model) -> None:
@@ -288,7 +286,6 @@ class QuantizeWeights(InPlacePass):
                 raise OptionError(
                     f"the quantized module {self.component}:{pattern} matches no product or convolution",
                     f"a module or a pattern of {shown or 'modules, of which this graph names none'}",
-                    "name one of these",
                 )
 
 

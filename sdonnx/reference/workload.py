@@ -119,7 +119,7 @@ def _read(path: str) -> Image:
         with Image.open(path) as file:
             return file.convert("RGB")
     except OSError as error:
-        raise FolderError(f"{path} cannot be read as an image ({error})", "an image", "pass an image") from error
+        raise FolderError(f"{path} cannot be read as an image ({error})", "an image") from error
 
 
 def start_arguments(pipeline: Any, workload: Workload, dtype: Any, prompts: int = 1) -> dict[str, Any]:

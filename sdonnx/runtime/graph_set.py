@@ -57,7 +57,7 @@ def require_low_memory(value: Any) -> LowMemory:
     """
     if isinstance(value, bool) or value == OFFLOAD:
         return cast(LowMemory, value)
-    raise OptionError(f"low_memory is {value!r}", f"False, True or {OFFLOAD!r}", "pass one of them")
+    raise OptionError(f"low_memory is {value!r}", f"False, True or {OFFLOAD!r}")
 
 
 class GraphSet:

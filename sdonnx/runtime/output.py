@@ -210,7 +210,7 @@ class Output:
 def require_output_type(output_type: Any) -> None:
     """Raise OptionError unless the type is one of OUTPUT_TYPES, and torch is installed if it is "pt"."""
     if output_type not in OUTPUT_TYPES:
-        raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}", "pass one")
+        raise OptionError(f"the output type {output_type!r} is unknown", f"one of {OUTPUT_TYPES}")
     if output_type == "pt" and importlib.util.find_spec("torch") is None:
         raise OptionError('output_type is "pt" and torch is not installed', "torch", 'install torch, or pass "np"')
 

@@ -164,7 +164,7 @@ class PipelineBase(MissingFeatures):
             expected = f"(B,{self._geometry.channels},H/{self.vae_scale_factor},W/{self.vae_scale_factor})"
             raise OptionError(f"latents of shape {latents.shape}", expected, 'pass those of output_type="latent"')
         if not np.isfinite(latents).all():
-            raise OptionError("latents with NaN or infinity", "finite numbers", "generate them again")
+            raise OptionError("latents with NaN or infinity", "finite numbers")
         split = self._cache.splits.decoder(batch, height, width)
         return self._run(partial(decode_latents, self._graphs, split, latents, self.vae_scale_factor))
 
@@ -268,7 +268,7 @@ class PipelineBase(MissingFeatures):
                 'load it after the fork, or start processes with "spawn" (multiprocessing.get_context)',
             )
         if self._closed:
-            raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
+            raise OptionError("the pipeline is closed", "an open one")
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
         self._require_open()

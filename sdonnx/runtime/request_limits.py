@@ -234,7 +234,7 @@ class RequestLimits:
             DeviceMemoryError: the call needs more memory than there is.
         """
         if _is_whole(steps) and steps > _MAX_STEPS:
-            raise OptionError(f"num_inference_steps is {steps}", f"at most {_MAX_STEPS}", "ask for fewer steps")
+            raise OptionError(f"num_inference_steps is {steps}", f"at most {_MAX_STEPS}")
         count = prompts.count()
         if count is None or not all(_is_whole(edge) and edge > 0 for edge in (*asked, *generated)):
             return
@@ -284,9 +284,7 @@ class RequestLimits:
     def _require(self, request: RequestSize) -> None:
         self._require_batch(request.batch)
         if self._max_pixels is not None and request.result_pixels > self._max_pixels:
-            raise OptionError(
-                f"images of {request.result_pixels} pixels", f"at most {self._max_pixels}", "ask for a smaller size"
-            )
+            raise OptionError(f"images of {request.result_pixels} pixels", f"at most {self._max_pixels}")
         on_device, on_host = self._estimate.device_bytes(request), self._estimate.host_bytes(request)
         if self._most_free is None:
             on_host += on_device

@@ -77,7 +77,7 @@ def require_overflow(kind: str, components: Mapping[str, str]) -> None:
         OptionError: The overflow is unknown, or the pipeline has no component for it.
     """
     if kind not in OVERFLOWS:
-        raise OptionError(f"the overflow {kind!r} is unknown", f"one of {', '.join(OVERFLOWS)}", "choose one of these")
+        raise OptionError(f"the overflow {kind!r} is unknown", f"one of {', '.join(OVERFLOWS)}")
     if kind == "t5" and components.get("text_encoder") != "T5EncoderModel":
         raise OptionError(
             "the overflow t5 for an architecture without T5",

@@ -115,7 +115,7 @@ def write_sample(
     """
     if arch not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}", "choose one of these")
+        raise OptionError(f"the architecture {arch!r} is unknown", f"one of {known}")
     architecture = ARCHITECTURES[arch]
     if architecture.weights and seed:
         raise OptionError(

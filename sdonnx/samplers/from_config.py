@@ -56,7 +56,7 @@ class CustomSchedule:
             OptionError: an argument is not a falling list or a share, or two of them exclude each other.
         """
         if timesteps is not None and sigmas is not None:
-            raise OptionError("timesteps and sigmas", "one of them", "leave one out")
+            raise OptionError("timesteps and sigmas", "one of them")
         start, end = _share("denoising_start", denoising_start), _share("denoising_end", denoising_end)
         if start is not None and end is not None and start >= end:
             raise OptionError(f"denoising_start is {start} and denoising_end {end}", "a smaller start", "swap them")

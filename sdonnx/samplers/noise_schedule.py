@@ -155,10 +155,10 @@ def custom_timesteps(options: SchedulerOptions, request: PlanRequest) -> NDArray
         return None
     for option in ("use_karras_sigmas", "use_exponential_sigmas", "use_flow_sigmas"):
         if getattr(options, option):
-            raise OptionError(f"timesteps given and {option} = true", "one of them", "leave one out")
+            raise OptionError(f"timesteps given and {option} = true", "one of them")
     maximum = options.num_train_timesteps - 1
     if request.timesteps[0] > maximum:
-        raise OptionError(f"timesteps start at {request.timesteps[0]:g}", f"at most {maximum}", "lower them")
+        raise OptionError(f"timesteps start at {request.timesteps[0]:g}", f"at most {maximum}")
     return np.array(request.timesteps)
 
 
@@ -180,9 +180,7 @@ def whole_timesteps(options: SchedulerOptions, steps: int) -> NDArray[np.float64
 
 def too_many_steps(steps: int, maximum: int) -> OptionError:
     """Return the error for more steps than the schedule has timesteps."""
-    return OptionError(
-        f"num_inference_steps is {steps}", f"at most {maximum} with this schedule", "ask for fewer steps"
-    )
+    return OptionError(f"num_inference_steps is {steps}", f"at most {maximum} with this schedule")
 
 
 def training_sigmas(alphas: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -204,7 +204,7 @@ def parameter_table(
     matrices[0, :, 0] *= initial_scale
     calls = len(plan.timesteps)
     if calls > MAX_CALLS:
-        raise OptionError(f"{calls} calls of the denoiser", f"at most {MAX_CALLS}", "ask for fewer steps")
+        raise OptionError(f"{calls} calls of the denoiser", f"at most {MAX_CALLS}")
     table = np.zeros((MAX_CALLS, row_size(1 if guidance_scale is None else 2)), np.float32)
     table[:calls, 0] = np.arange(1, calls + 1)
     table[:calls, 1] = plan.timesteps

@@ -61,7 +61,7 @@ class AsyncPipeline:
         if isinstance(pipelines, OrtDiffusionPipeline):
             pipelines = {pipelines.folder.path.name: pipelines}
         if not pipelines:
-            raise OptionError("there is no pipeline", "one or more", "pass a folder")
+            raise OptionError("there is no pipeline", "one or more")
         self.limits, self.observer = limits or ServeLimits(), observer or ServeObserver()
         on_cpu = [each.default_size for each in pipelines.values() if each.device.provider == "cpu"]
         if on_cpu:
@@ -208,7 +208,7 @@ class AsyncPipeline:
 
     def _plan(self, request: ImageRequest) -> PlannedRequest:
         if self._closed:
-            raise UnavailableError("the pipeline is closed", "an open one", "load it again")
+            raise UnavailableError("the pipeline is closed", "an open one")
         if request.num_images in range(1, self.limits.max_images + 1) and isinstance(request.client, str):
             self._worker.require_place(request.client, request.num_images)  # cheaper than the plan
         model = self._model(request.model)
@@ -260,7 +260,7 @@ class AsyncPipeline:
         if name is None:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
-            raise OptionError(f"the model {name!r} is unknown", f"one of {self.models}", "choose one")
+            raise OptionError(f"the model {name!r} is unknown", f"one of {self.models}")
         return self._models[name]
 
     def _cancelled(self, job: ImageJob) -> None:

@@ -225,7 +225,7 @@ def plan_request(
     if not isinstance(request.client, str):
         raise OptionError(f"client is a {type(request.client).__name__}", "a text", "pass the client's name")
     if request.output_type not in OUTPUT_TYPES:
-        raise OptionError(f"output_type is {request.output_type!r}", f"one of {OUTPUT_TYPES}", "pass one")
+        raise OptionError(f"output_type is {request.output_type!r}", f"one of {OUTPUT_TYPES}")
     _require_scheduler(request.scheduler, scheduler_config)
     chosen = plan_loras(request.loras, loras)
     conditioning = plan_conditioning(request, pipeline, height, width)
@@ -273,10 +273,10 @@ def _require_prompts(request: ImageRequest, limits: ServeLimits) -> None:
         if text is None and name == "negative_prompt":
             continue
         if not isinstance(text, str):
-            raise PromptError(f"{name} is a {type(text).__name__}", "a text", "pass a text")
+            raise PromptError(f"{name} is a {type(text).__name__}", "a text")
         if len(text) > limits.max_prompt:
             found = f"{name} has {len(text)} characters"
-            raise PromptError(found, f"at most {limits.max_prompt}", "shorten it")
+            raise PromptError(found, f"at most {limits.max_prompt}")
 
 
 def _require_images(request: ImageRequest) -> None:
@@ -293,19 +293,19 @@ def _require_images(request: ImageRequest) -> None:
 def _require_whole(name: str, value: Any, minimum: int, maximum: int) -> None:
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_whole or not minimum <= value <= maximum:
-        raise OptionError(f"{name} is {value!r}", f"a whole number from {minimum} to {maximum}", "pass another number")
+        raise OptionError(f"{name} is {value!r}", f"a whole number from {minimum} to {maximum}")
 
 
 def _require_finite(name: str, value: Any, minimum: float, maximum: float) -> None:
     is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
     if not is_number or not minimum <= value <= maximum:  # NaN is neither
-        raise OptionError(f"{name} is {value!r}", f"a number from {minimum:g} to {maximum:g}", "pass another number")
+        raise OptionError(f"{name} is {value!r}", f"a number from {minimum:g} to {maximum:g}")
 
 
 def _require_scheduler(name: str | None, config: dict[str, Any]) -> None:
     if name is None:
         return
     if not isinstance(name, str) or len(name) > 100:
-        raise SchedulerError("scheduler is no name", "a name such as 'euler' or 'DPM++ 2M Karras'", "pass one")
+        raise SchedulerError(f"scheduler is {name!r:.100}", "a name such as 'euler' or 'DPM++ 2M Karras'")
     if not is_planned(config_for(name, config)):
         raise SchedulerError(f"{name} runs only with diffusers", "a sampler with a plan", "choose 'dpmsolver++'")

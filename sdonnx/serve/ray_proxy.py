@@ -63,7 +63,7 @@ class RayOptions(BaseModel):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise OptionError(
-                f"{name} cannot be used ({first['msg']})", f"options among {', '.join(cls.model_fields)}", "correct it"
+                f"{name} cannot be used ({first['msg']})", f"options among {', '.join(cls.model_fields)}"
             ) from error
         options.folders()
         options.limits()

@@ -220,7 +220,7 @@ class RemotePipeline:
         """Send a request to a replica, and return it once it is accepted."""
         model = self.models[0] if request.model is None else request.model
         if model not in self._calls:
-            raise OptionError(f"the model {model!r} is unknown", f"one of {self.models}", "choose one")
+            raise OptionError(f"the model {model!r} is unknown", f"one of {self.models}")
         if request.seed is None:
             request = replace(request, seed=fresh_seed())
         job = RemoteJob(model, request, self._calls[model], self._is_lost, self.observer)

@@ -49,7 +49,7 @@ class ServeLimits:
                 continue
             minimum = 0 if name == "batch_wait_ms" else 1
             if isinstance(value, bool) or not minimum <= value < float("inf"):
-                raise OptionError(f"{name} is {value!r}", f"a number from {minimum} on", "pass another number")
+                raise OptionError(f"{name} is {value!r}", f"a number from {minimum} on")
 
     @property
     def pixel_limit(self) -> int:
@@ -76,7 +76,7 @@ class ServeLimits:
         """
         found = f"an image of {width}x{height} pixels"
         if height * width > self.pixel_limit:
-            raise OptionError(found, f"at most {self.pixel_limit} pixels (max_pixels)", "ask for a smaller size")
+            raise OptionError(found, f"at most {self.pixel_limit} pixels (max_pixels)")
         if max(height, width) > self.max_edge:  # images are resized in two passes, with a large one between
             raise OptionError(found, f"edges of at most {self.max_edge} pixels", "ask for another shape")
 
@@ -133,7 +133,7 @@ def read_api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
-            raise OptionError(f"{file} cannot be read ({error})", "a file with a key a line", "pass another") from error
+            raise OptionError(f"{file} cannot be read ({error})", "a file with a key a line") from error
         if not any(lines):
             raise OptionError(f"{file} has no keys", "a key a line", "write one into it")
         keys += lines

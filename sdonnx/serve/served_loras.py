@@ -50,16 +50,16 @@ def plan_loras(given: Any, known: Collection[str]) -> LoraWeights:
     if not isinstance(given, Mapping):
         raise OptionError(f"loras is a {type(given).__name__}", "a mapping of names to weights", "pass {NAME: 1.0}")
     if given and not known:
-        raise OptionError("loras given, but no LoRA files are served", "a request without loras", "leave it out")
+        raise OptionError("loras given, but no LoRA files are served", "a request without loras")
     if len(given) > MAX_LORAS:
-        raise OptionError(f"loras has {len(given)} entries", f"at most {MAX_LORAS}", "leave some out")
+        raise OptionError(f"loras has {len(given)} entries", f"at most {MAX_LORAS}")
     for name, weight in given.items():
         if not isinstance(name, str) or name not in known:
-            raise OptionError(f"the LoRA {name!r} is unknown", "a name of a LoRA that is served", "choose one")
+            raise OptionError(f"the LoRA {name!r} is unknown", "a name of a LoRA that is served")
         is_number = isinstance(weight, int | float | np.number) and not isinstance(weight, bool)
         if not is_number or not -MAX_LORA_WEIGHT <= weight <= MAX_LORA_WEIGHT:  # NaN is neither
             expected = f"a number from {-MAX_LORA_WEIGHT:g} to {MAX_LORA_WEIGHT:g}"
-            raise OptionError(f"the weight of the LoRA {name} is {weight!r}", expected, "pass another number")
+            raise OptionError(f"the weight of the LoRA {name} is {weight!r}", expected)
     return tuple((name, float(weight)) for name, weight in sorted(given.items()) if weight)
 
 
@@ -81,7 +81,7 @@ class ServedLoras:
             if not name:
                 raise OptionError("the name of a LoRA is empty", "a text", "pass {NAME: PATH}")
             if not path.exists():
-                raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file", "check the path")
+                raise OptionError(f"the LoRA {path}, which does not exist", "a safetensors file")
         self._paths = {name: path.absolute() for name, path in files.items()}
         self.names = list(files)
         self._read: OrderedDict[tuple[str, str], AdapterFile] = OrderedDict()  # by model and name, the oldest first

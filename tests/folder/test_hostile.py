@@ -147,6 +147,10 @@ def test_deep_json_file_is_refused(depth: int, micro: Path, tmp_path: Path) -> N
         PipelineFolder.open(folder).config("unet")
 
 
+def test_messages_need_no_remedy() -> None:
+    assert str(FolderError("found", "an expectation")) == "found; expected an expectation"
+
+
 def test_messages_escape_control_characters() -> None:
     """Text from a file may contain terminal commands or have any length."""
     text = str(FolderError("a\x1b]0;title\x07\u202eb\nc" + "x" * 10**6, "an expectation", "do something"))

@@ -475,7 +475,7 @@ BAD_CALLS: list[tuple[dict[str, Any], list[str]]] = [
     ({"control_guidance_end": 1.5}, ["control_guidance_end is 1.5", "0 to 1"]),
     ({"control_guidance_start": -0.1}, ["control_guidance_start is -0.1"]),
     ({"guess_mode": "yes"}, ["guess_mode is 'yes'"]),
-    ({"control_mode": 1}, ["control_mode given", "a ControlNet-Union"]),
+    ({"control_mode": 1}, ["control_mode is 1", "a ControlNet-Union"]),
     ({"control_image": None, "guess_mode": True}, ["guess_mode without control_image"]),
     ({"control_image": None, "controlnet_conditioning_scale": 0.5}, ["without control_image"]),
     ({"adapter_image": IMAGES[0]}, ["adapter_image given", "a folder with T2I-Adapters", "--t2i_adapter"]),

@@ -250,7 +250,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"guidance_scale": 10**400}, OptionError, ["guidance_scale is 1000"]),
     ({"scheduler": "nothing"}, SchedulerError, ["nothing"]),
     ({"scheduler": "DPM++ SDE"}, SchedulerError, ["runs only with diffusers"]),
-    ({"scheduler": 3}, SchedulerError, ["scheduler is no name"]),
+    ({"scheduler": 3}, SchedulerError, ["scheduler is 3"]),
     ({"strength": 0.5}, OptionError, ["strength without image"]),
     ({"mask_image": mask(8)}, OptionError, ["mask_image without image"]),
     ({"image": picture("red"), "strength": 1.5}, OptionError, ["strength is 1.5"]),

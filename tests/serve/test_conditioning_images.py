@@ -210,7 +210,7 @@ BAD: list[tuple[str, dict[str, Any], list[str]]] = [
     ("controlled", {"control_image": PAIR, "controlnet_conditioning_scale": [1, 2, 3]}, ["3 values"]),
     ("controlled", {"control_image": PAIR, "controlnet_conditioning_scale": float("nan")}, ["nan"]),
     ("controlled", {"control_image": PAIR, "control_guidance_start": 1.0}, ["a start before the end"]),
-    ("controlled", {"control_image": PAIR, "control_mode": 1}, ["control_mode given", "a ControlNet-Union"]),
+    ("controlled", {"control_image": PAIR, "control_mode": 1}, ["control_mode is 1", "a ControlNet-Union"]),
     ("controlled", {"adapter_image": PAIR}, ["adapter_image given"]),
     ("prompted", {"ip_adapter_image": PAIR[0]}, ["1 entries of ip_adapter_image", "2, one for each"]),
     ("prompted", {"ip_adapter_image": PAIR, "ip_adapter_scale": "x"}, ["ip_adapter_scale"]),

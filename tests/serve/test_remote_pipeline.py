@@ -178,7 +178,7 @@ def test_options_of_the_application() -> None:
         ({"folder": "a", "replicas": "many"}, "replicas cannot be used"),
         ({"folder": "a", "replicas": "0"}, "replicas cannot be used"),
         ({"folder": "a", "replica": "2"}, "replica cannot be used"),
-        ({"folder": "a", "replicas": "3", "max_replicas": "2"}, "max_replicas is less than replicas"),
+        ({"folder": "a", "replicas": "3", "max_replicas": "2"}, "max_replicas is 2; expected at least replicas, 3"),
         ({"folder": "a", "max_wait_s": "nan"}, "max_wait_s cannot be used"),
         ({"folder": "a", "max_steps": "0"}, "max_steps is 0"),
     ],

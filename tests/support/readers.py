@@ -48,7 +48,7 @@ def _graph(component: str) -> Callable[[Path], object]:
         opened = PipelineFolder.open(folder)
         family = family_of(opened)
         spec = family.component(component)
-        with refusing(folder, "a component", "export it again"):  # as optimize_folder does
+        with refusing(folder, "a component"):  # as optimize_folder does
             loaded = open_component(opened, family, spec)
             adapt_interface(loaded.model, spec, loaded.config)
             fuse(loaded.model, "cuda")

@@ -28,7 +28,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool, component: str = "all") -
         WeightsError: The file is missing or broken, or a pickle that is not allowed.
     """
     if not path.is_file():
-        raise WeightsError(f"{path} is not a file", "a file of weights", "correct the path")
+        raise WeightsError(f"{path} is not a file", "a file of weights")
     if path.suffix in PICKLES and not allow_pickle:
         raise WeightsError(
             f"{path} is a pickle, which can run code when opened",

@@ -113,7 +113,6 @@ def _given_folder(config: str | Path | None) -> Path | None:
         raise FolderError(
             f"--config {config} is not a folder",
             "a diffusers folder, or the id of a pipeline on the hub",
-            "correct the path",
         )
     return folder
 

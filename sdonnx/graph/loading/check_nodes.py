@@ -74,9 +74,7 @@ def require_sizes(path: Path, proto: onnx.ModelProto) -> None:
         powers = _POWER.findall(text)
         products = text.count(")*") + text.count("*(") + sum(map(int, filter(None, powers)))
         if len(text) > _MAX_SIZE_LENGTH or "" in powers or products > _MAX_PRODUCTS:
-            raise FolderError(
-                f"{path} calls a size {name!r:.80}", "a name, or a short expression of names", "export it again"
-            )
+            raise FolderError(f"{path} calls a size {name!r:.80}", "a name, or a short expression of names")
 
 
 def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -108,7 +106,6 @@ def require_operators(path: Path, proto: onnx.ModelProto) -> None:
             raise FolderError(
                 f"{path} has the operator {op_type!r}, which is not about tensors",
                 "operators on tensors",
-                "export it again",
             )
         try:
             onnx.defs.get_schema(op_type, max_inclusive_version=opset)
@@ -155,15 +152,12 @@ def require_functions(path: Path, proto: onnx.ModelProto) -> None:
                 raise FolderError(
                     f"{path} has the function {node.op_type!r}, which calls itself",
                     "functions that end",
-                    "export it again",
                 )
             total += own + sum(size(inner.node) for inner in _subgraphs(node))
         return total
 
     if functions and (nodes := size(proto.graph.node)) > _MAX_NODES:
-        raise FolderError(
-            f"{path} has functions that stand for {nodes:.1e} nodes", f"{_MAX_NODES} at most", "export it again"
-        )
+        raise FolderError(f"{path} has functions that stand for {nodes:.1e} nodes", f"{_MAX_NODES} at most")
 
 
 def require_deterministic(path: Path, model: ir.Model) -> None:
@@ -227,16 +221,14 @@ def require_graph(path: Path, graph: onnx.GraphProto, outer: frozenset[str] = fr
         known.update(node.output)
     for value in graph.output:
         if value.name not in known:
-            raise FolderError(
-                f"{path} has the output {value.name!r}, which nothing makes", "a node that does", "export it again"
-            )
+            raise FolderError(f"{path} has the output {value.name!r}, which nothing makes", "a node that does")
 
 
 def _require_once(path: Path, kind: str, names: Sequence[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise FolderError(f"{path} has {kind} {name!r} twice", "a name of its own for each", "export it again")
+            raise FolderError(f"{path} has {kind} {name!r} twice", "a name of its own for each")
         seen.add(name)
 
 
@@ -261,7 +253,6 @@ def _refuse_order(
         raise FolderError(
             f"{path} has the node {_called(reader)}, which reads {name!r}, and nothing makes it",
             "a node, an input or an initializer of that name",
-            "export it again",
         )
     order = graphlib.TopologicalSorter(
         {index: {makers[read] for read in _reads(node) if read in makers} for index, node in enumerate(graph.node)}
@@ -270,7 +261,7 @@ def _refuse_order(
         order.prepare()
     except graphlib.CycleError as error:
         cycle = " <- ".join(_called(graph.node[index]) for index in error.args[1][:4])
-        raise FolderError(f"{path} has a cycle ({cycle})", "a graph without cycles", "export it again") from error
+        raise FolderError(f"{path} has a cycle ({cycle})", "a graph without cycles") from error
     raise FolderError(
         f"{path} has the node {_called(reader)} before the one that makes {name!r}",
         "nodes in the order in which they can run",

@@ -32,7 +32,7 @@ def require_tensors(path: Path, proto: onnx.ModelProto) -> None:
         for tensor in _tensors((), function.node):
             if uses_external_data(tensor):
                 found = f"{path} keeps the constant {tensor.name!r} of the function {function.name!r} in another file"
-                raise WeightsError(found, "constants of functions in the graph itself", "export it again")
+                raise WeightsError(found, "constants of functions in the graph itself")
 
 
 def _tensors(initializers: Sequence[onnx.TensorProto], nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
@@ -50,12 +50,12 @@ def _require_data(path: Path, tensor: onnx.TensorProto) -> None:
     name, kind = repr(tensor.name), tensor.data_type
     if any(size < 0 for size in tensor.dims):
         found = f"{path} has the tensor {name} of shape {list(tensor.dims)}"
-        raise WeightsError(found, "sizes of 0 or more", "export it again")
+        raise WeightsError(found, "sizes of 0 or more")
     if kind not in set(ir.DataType):
-        raise WeightsError(f"{path} has {name} of the unknown type {kind}", "a type of ONNX", "export it again")
+        raise WeightsError(f"{path} has {name} of the unknown type {kind}", "a type of ONNX")
     if kind in (ir.DataType.UNDEFINED, ir.DataType.STRING):
         if uses_external_data(tensor):
-            raise WeightsError(f"{path} keeps {name}, no numbers, in another file", "numbers", "export it again")
+            raise WeightsError(f"{path} keeps {name}, no numbers, in another file", "numbers")
         return  # ONNX's checker reports these
     wanted = _size_bytes(tensor)
     # Raw data are copied to be measured, one tensor at a time.
@@ -66,7 +66,6 @@ def _require_data(path: Path, tensor: onnx.TensorProto) -> None:
         raise WeightsError(
             f"{path} has {found_bytes} bytes for {name}",
             f"{wanted}, as {ir.DataType(kind).name} {list(tensor.dims)} has",
-            "export it again",
         )
 
 
@@ -77,13 +76,9 @@ def _external_bytes(path: Path, tensor: onnx.TensorProto) -> int:
     for key in ("offset", "length"):
         number = entries.get(key, "0")
         if not (number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS):
-            raise WeightsError(
-                f"{path} has the {key} {number!r:.40} for {name}", "a number of bytes", "export it again"
-            )
+            raise WeightsError(f"{path} has the {key} {number!r:.40} for {name}", "a number of bytes")
     if not location or not location.isprintable():
-        raise WeightsError(
-            f"{path} names no file for {name} ({location!r:.40})", "weights next to it", "export it again"
-        )
+        raise WeightsError(f"{path} names no file for {name} ({location!r:.40})", "weights next to it")
     file = path.parent / location
     is_inside = Path(os.path.realpath(path.parent)) in Path(os.path.realpath(file)).parents
     if PurePath(location).is_absolute() or ".." in PurePath(location).parts or not is_inside:

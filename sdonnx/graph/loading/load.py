@@ -60,7 +60,7 @@ def load_model(path: Path, inputs: Collection[str] | None = None, *, draws: bool
         model = ir.from_proto(proto)
     except (onnx.checker.ValidationError, ir.serde.SerdeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise FolderError(f"{path} holds no valid graph ({reason})", "an ONNX graph", "export it again") from error
+        raise FolderError(f"{path} holds no valid graph ({reason})", "an ONNX graph") from error
     imports = model.graph.opset_imports
     imports[""] = imports.pop("ai.onnx", imports.get("", OPSET))  # two names of one domain
     set_base_dir(model.graph, path.parent)
@@ -75,11 +75,11 @@ def _parsed(path: Path) -> onnx.ModelProto:
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
     except (DecodeError, ValueError, OSError) as error:
-        raise FolderError(f"{path} cannot be read ({error})", "an ONNX graph", "export it again") from error
+        raise FolderError(f"{path} cannot be read ({error})", "an ONNX graph") from error
     if not proto.ByteSize():
-        raise FolderError(f"{path} is empty", "an ONNX graph", "export it again")
+        raise FolderError(f"{path} is empty", "an ONNX graph")
     if not proto.graph.output:
-        raise FolderError(f"{path} holds a graph without outputs", "an ONNX graph", "export it again")
+        raise FolderError(f"{path} holds a graph without outputs", "an ONNX graph")
     return proto
 
 

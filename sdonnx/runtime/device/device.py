@@ -273,7 +273,7 @@ def device_for(provider: str, index: int = 0) -> Device:
     """
     names = {name: name for name in PROVIDERS} | {long: name for name, long in PROVIDERS.items()}
     if provider not in names:
-        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}", "pass one")
+        raise ProviderError(f"the provider {provider!r} is unknown", f"one of {', '.join(PROVIDERS)}")
     name = names[provider]
     if PROVIDERS[name] not in onnxruntime.get_available_providers():
         raise ProviderError(

@@ -29,7 +29,7 @@ def require_number(name: str, value: Any, minimum: float = -np.inf, maximum: flo
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not _is_finite(value) or not minimum <= value <= maximum:
         bounds = "a finite number" if minimum == -np.inf else f"a number from {minimum:g} to {maximum:g}"
-        raise OptionError(f"{name} is {_shown(value)}", bounds, "pass another number")
+        raise OptionError(f"{name} is {_shown(value)}", bounds)
 
 
 def _is_finite(value: Any) -> bool:
@@ -54,7 +54,7 @@ def max_guidance_scale(value: Any) -> float:
     """
     is_list = isinstance(value, list | tuple | np.ndarray)
     if is_list and not len(value):
-        raise OptionError("guidance_scale is an empty list", "a number for each image", "pass one")
+        raise OptionError("guidance_scale is an empty list", "a number for each image")
     for each in value if is_list else [value]:
         require_number("guidance_scale", each)
     return float(max(value) if is_list else value)
@@ -89,17 +89,13 @@ def require_no_attention_options(options: Any) -> None:
             "the weights of adapters, which are set before the call",
             "call set_adapters(name, weight)",
         )
-    raise OptionError(
-        f"cross_attention_kwargs is {options!r}", "None: attentions are part of the graphs", "leave it out"
-    )
+    raise OptionError(f"cross_attention_kwargs is {options!r}", "None: attentions are part of the graphs")
 
 
 def require_step_tensors(names: Any, accepted: Collection[str]) -> None:
     """Raise OptionError unless `callback_on_step_end_tensor_inputs` is a list of accepted names."""
     if not isinstance(names, list | tuple) or any(name not in accepted for name in names):
-        raise OptionError(
-            f"callback_on_step_end_tensor_inputs is {names!r}", f"a list of {sorted(accepted)}", "leave out the others"
-        )
+        raise OptionError(f"callback_on_step_end_tensor_inputs is {names!r}", f"a list of {sorted(accepted)}")
 
 
 def require_multiple(name: str, value: Any, factor: int) -> None:
@@ -149,4 +145,4 @@ def require_sides(name: str, width: int, height: int) -> None:
     """
     if not 0 < min(width, height) <= max(width, height) <= MAX_SIDE:
         found = f"{name} is {width} pixels wide and {height} high"
-        raise OptionError(found, f"sides from 1 to {MAX_SIDE}", "resize it")
+        raise OptionError(found, f"sides from 1 to {MAX_SIDE}")

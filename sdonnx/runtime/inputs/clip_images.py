@@ -135,7 +135,6 @@ def _resized(size: tuple[int, int] | int, height: int, width: int) -> tuple[int,
         raise OptionError(
             f"an image is {width} pixels wide and {height} high, and has a side of {longer} pixels as input of CLIP",
             f"sides of at most {MAX_SIDE}",
-            "crop it",
         )
     return (longer, size) if width <= height else (size, longer)
 

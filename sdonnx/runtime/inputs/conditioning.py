@@ -33,14 +33,14 @@ class ArgumentGroup:
     Attributes:
         defaults: default value of each argument, by name.
         expected: pipelines that accept the arguments, for the error message.
-        remedy: how to fix a call that passes them to another pipeline.
+        remedy: how to fix a call that passes them to another pipeline, besides leaving them out.
         error: exception to raise for such a call.
         ignored: values besides the default that other pipelines accept and ignore, by name.
     """
 
     defaults: Mapping[str, Any]
     expected: str
-    remedy: str = "leave it out"
+    remedy: str = ""
     error: type[SdonnxError] = OptionError
     ignored: Mapping[str, Any] | None = None
 
@@ -209,6 +209,4 @@ class FamilyInputs(ABC):
         for role in self.tokenizers:
             layers = self.graphs.config(role).get("num_hidden_layers")
             if isinstance(layers, int) and clip_skip >= layers:
-                raise OptionError(
-                    f"clip_skip is {clip_skip}", f"less than the text encoder's {layers} layers", "skip fewer layers"
-                )
+                raise OptionError(f"clip_skip is {clip_skip}", f"less than the text encoder's {layers} layers")

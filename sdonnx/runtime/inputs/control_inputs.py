@@ -196,14 +196,14 @@ class ControlInputs:
     def _read_controlnets(self, given: Mapping[str, Any], batch: _Batch) -> ControlCall | None:
         image, guess_mode = given["control_image"], given["guess_mode"]
         if not isinstance(guess_mode, bool | np.bool_):
-            raise OptionError(f"guess_mode is {guess_mode!r}", "True or False", "pass one of them")
+            raise OptionError(f"guess_mode is {guess_mode!r}", "True or False")
         unions = [is_union(config) for config in self._controlnets]
         if image is None:
             if changed := [name for name, value in given.items() if value is not CONTROL_ARGUMENTS.defaults[name]]:
                 _require_default(changed, given)
             return None
         if given["control_mode"] is not None and not any(unions):
-            raise OptionError("control_mode given", "a ControlNet-Union", "leave it out")
+            raise OptionError(f"control_mode is {given['control_mode']!r}", "None without a ControlNet-Union")
         if unions == [True]:
             return ControlCall((self._union(given, batch),), guess_mode=bool(guess_mode))
         count = len(self._controlnets)
@@ -286,7 +286,7 @@ class _Batch:
     def read_all(self, images: Sequence[Any], channels: int) -> Float:
         """Return the images of a ControlNet-Union (B,N,C,H,W)."""
         if not images:
-            raise OptionError("an empty list in control_image", "at least one image", "pass one")
+            raise OptionError("an empty list in control_image", "at least one image")
         return np.stack([self.read(image, channels) for image in images], axis=1)
 
     def require_multiple(self, factor: int) -> None:
@@ -323,7 +323,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
         return [value] * count
     found = list(value)
     if len(found) != count:
-        raise OptionError(f"{len(found)} values of {name}", f"one number, or {count}", "pass one for each")
+        raise OptionError(f"{len(found)} values of {name}", f"one number, or {count}")
     return found
 
 

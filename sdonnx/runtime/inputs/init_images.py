@@ -72,7 +72,7 @@ def image_batch(image: Any, height: int | None, width: int | None, factor: int) 
     if opened.dtype == np.uint8:
         opened = opened.astype(np.float32) / 255
     elif opened.dtype.kind != "f":
-        raise OptionError(f"the {_IMAGE} is of {opened.dtype}", "floats from 0 to 1 or uint8", "convert the array")
+        raise OptionError(f"the {_IMAGE} is of {opened.dtype}", "floats from 0 to 1 or uint8")
     lowest, highest = float(opened.min()), float(opened.max())
     if lowest < -_MAX_VALUE or highest > _MAX_VALUE:
         raise OptionError(f"the {_IMAGE} has values from {lowest:g} to {highest:g}", "0 to 1", "divide 0 to 255 by 255")
@@ -102,7 +102,7 @@ def control_batch(image: Any, height: int, width: int, channels: int, name: str)
     if opened.dtype == np.uint8:
         opened = opened.astype(np.float32) / 255
     elif opened.dtype.kind != "f":
-        raise OptionError(f"the {name} is of {opened.dtype}", "floats from 0 to 1 or uint8", "convert the array")
+        raise OptionError(f"the {name} is of {opened.dtype}", "floats from 0 to 1 or uint8")
     lowest, highest = float(opened.min()), float(opened.max())
     if lowest < 0 or highest > 1:
         raise OptionError(f"the {name} has values from {lowest:g} to {highest:g}", "0 to 1", "divide 0 to 255 by 255")
@@ -163,9 +163,9 @@ def _opened(image: Any, name: str, channels: int | None = None) -> list[Image.Im
         return images
     if any(isinstance(each, Image.Image | str | bytes | os.PathLike | list | tuple) for each in images):
         kinds = ", ".join(sorted({type(each).__name__ for each in images}))
-        raise OptionError(f"{name} is a list of {kinds}", "only PIL images or only arrays", "convert the others")
+        raise OptionError(f"{name} is a list of {kinds}", "only PIL images or only arrays")
     if len({isinstance(each, np.ndarray) for each in images}) > 1:
-        raise OptionError(f"{name} has arrays of numpy and of others", "arrays of one library", "convert the others")
+        raise OptionError(f"{name} has arrays of numpy and of others", "arrays of one library")
     arrays = [_batch(each, name, channels, in_list=isinstance(image, list | tuple)) for each in images]
     if len({array.shape[1:] for array in arrays}) > 1:
         sizes = ", ".join(sorted({f"{array.shape[2]}x{array.shape[3]}" for array in arrays}))

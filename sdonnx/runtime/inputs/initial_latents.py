@@ -103,7 +103,7 @@ def read_start(
     if image is None and strength is not None:
         raise OptionError("strength without image", "both", "pass an image to start from")
     if latents is not None and image is not None and (mask_image is None or noisy):
-        raise OptionError("latents and image", "one of them to start from", "leave one out")
+        raise OptionError("latents and image", "one of them to start from")
     shape = geometry.latent_shape(batch, *size)
     noise = None if latents is None else read_latents(latents, shape, device, on_host=image is not None)
     if image is None:
@@ -142,7 +142,7 @@ def _encoded_images(shape: tuple[int, ...], image: Any, *_: int) -> Float:
             f"latents of shape {array.shape} as image", f"(N, {', '.join(map(str, shape[1:]))})", "leave out the size"
         )
     if not np.isfinite(array).all():
-        raise OptionError("latents with NaN or infinity as image", "finite numbers", "generate them again")
+        raise OptionError("latents with NaN or infinity as image", "finite numbers")
     return array
 
 
@@ -184,7 +184,7 @@ def read_latents(value: Any, shape: tuple[int, ...], device: Device, *, on_host:
         raise OptionError(f"latents of shape {values.shape}", f"{shape}", "sample them for this batch and size")
     array: Float = values.astype(np.float32)
     if not np.isfinite(array).all():
-        raise OptionError("latents with NaN or infinity", "finite numbers", "sample them again")
+        raise OptionError("latents with NaN or infinity", "finite numbers")
     return array
 
 

@@ -100,7 +100,7 @@ class IpAdapterInputs:
         prompts: _Pixels | _Embeddings
         if embeds is not None:
             if images is not None:
-                raise OptionError("ip_adapter_image and ip_adapter_image_embeds", "one of them", "leave one out")
+                raise OptionError("ip_adapter_image and ip_adapter_image_embeds", "one of them")
             prompts = self._read_embeds(embeds, guided)
             counts = [array.shape[1] for array in prompts.arrays]
         elif images is None:
@@ -173,7 +173,7 @@ class IpAdapterInputs:
             return prepared
         listed = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
-            raise OptionError("an empty list in ip_adapter_image", "at least one image for each adapter", "pass one")
+            raise OptionError("an empty list in ip_adapter_image", "at least one image for each adapter")
         return np.concatenate([self._images.prepare(_rgb(image)[None]) for image in listed])
 
     def _read_embeds(self, embeds: Any, guided: bool) -> _Embeddings:
@@ -304,9 +304,7 @@ def scale_matrix(adapters: AdapterSet, scale: Any) -> npt.NDArray[np.float32]:
         scale = [_number(scale)] * count
     listed = list(scale) if isinstance(scale, list | tuple | np.ndarray) else [scale]
     if len(listed) != count:
-        raise OptionError(
-            f"{len(listed)} of ip_adapter_scale", f"one number, or one for each of {count} IP-Adapters", "pass as many"
-        )
+        raise OptionError(f"{len(listed)} of ip_adapter_scale", f"one number, or one for each of {count} IP-Adapters")
     return np.array([_weights(adapters, each) for each in listed], np.float32)
 
 

@@ -146,7 +146,7 @@ class PixArtInputs(FamilyInputs):
         prompts.require_one_of_each({})
         for name, embeds in (("", prompts.prompt_embeds), ("negative_", prompts.negative_prompt_embeds)):
             if embeds is None and masks[f"{name}prompt_attention_mask"] is not None:
-                raise PromptError(f"{name}prompt_attention_mask without {name}prompt_embeds", "both", "pass both")
+                raise PromptError(f"{name}prompt_attention_mask without {name}prompt_embeds", "both")
         if prompts.prompt_embeds is not None:
             return self._embedded(prompts, masks, clean, whole=whole)
         if prompts.prompt is not None and prompts.negative_prompt_embeds is not None:  # as in diffusers
@@ -179,7 +179,7 @@ class PixArtInputs(FamilyInputs):
         """
         binned = _BINNING.values(arguments)["use_resolution_binning"]
         if binned and from_image:
-            raise OptionError("image and use_resolution_binning", "one of them", "leave one out")
+            raise OptionError("image and use_resolution_binning", "one of them")
         default_size = ImageGeometry(self.graphs).default_size
         if not (not from_image and _has_table(default_size) if binned is None else binned):
             return size
@@ -187,9 +187,7 @@ class PixArtInputs(FamilyInputs):
         for name, value in zip(("height", "width"), size, strict=True):
             require_multiple(name, value, 1)
             if value > maximum:
-                raise OptionError(
-                    f"{name} is {value}", f"at most {maximum}, {_MAX_ENLARGEMENT} times the model's", "ask for less"
-                )
+                raise OptionError(f"{name} is {value}", f"at most {maximum}, {_MAX_ENLARGEMENT} times the model's")
         return closest(*size, default_size)
 
     def lengths(self, prompts: int) -> list[int]:
@@ -268,9 +266,7 @@ def _require_length(length: Any) -> int | None:
         return None
     whole = isinstance(length, int | np.integer) and not isinstance(length, bool)
     if not (whole and _MIN_LENGTH <= length <= _MAX_LENGTH):
-        raise OptionError(
-            f"max_sequence_length is {length!r}", f"a whole number from {_MIN_LENGTH} to {_MAX_LENGTH}", "leave it out"
-        )
+        raise OptionError(f"max_sequence_length is {length!r}", f"a whole number from {_MIN_LENGTH} to {_MAX_LENGTH}")
     return int(length)
 
 

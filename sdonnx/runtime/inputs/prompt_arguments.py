@@ -124,7 +124,7 @@ class PromptArguments:
             negative = name.startswith("negative_")
             if text is not None and (self.negative_prompt_embeds if negative else self.prompt_embeds) is not None:
                 other = "negative_prompt_embeds" if negative else "prompt_embeds"
-                raise PromptError(f"{name} and {other}", "one of them", "leave one out")
+                raise PromptError(f"{name} and {other}", "one of them")
 
     def half(self, count: int | None = None) -> PromptArguments:
         """Return the texts of one half of the batch, one image each: the prompts, or the negative prompts.
@@ -153,7 +153,7 @@ class PromptArguments:
         if prompt is not None:
             own = _prompt_list(prompt)
             if len(own) != count:
-                raise PromptError(f"{len(own)} of prompt_2 for {count} prompts", "as many of each", "pass one for each")
+                raise PromptError(f"{len(own)} of prompt_2 for {count} prompts", "as many of each")
         rows = negative + own if self.guided else own
         return [text for text in rows for _ in range(self.images_per_prompt)]
 
@@ -192,15 +192,15 @@ def embeddings(value: Any, name: str, rank: int = 3) -> npt.NDArray[np.float32]:
 
 def _prompt_list(prompt: str | Sequence[str] | None) -> list[str]:
     if prompt is None:
-        raise PromptError("no prompt (NoneType)", "text, a list of texts or prompt_embeds", "pass a prompt")
+        raise PromptError("no prompt (NoneType)", "text, a list of texts or prompt_embeds")
     if not isinstance(prompt, str | Sequence):
-        raise PromptError(f"the prompt is a {type(prompt).__name__}", "text or a list of texts", "pass a string")
+        raise PromptError(f"the prompt is a {type(prompt).__name__}", "text or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
-        raise PromptError("the list of prompts is empty", "at least one prompt", "pass a prompt")
+        raise PromptError("the list of prompts is empty", "at least one prompt")
     for text in prompts:
         if not isinstance(text, str):
-            raise PromptError(f"a prompt is a {type(text).__name__}", "text", "pass strings")
+            raise PromptError(f"a prompt is a {type(text).__name__}", "text")
     return prompts
 
 

@@ -182,7 +182,7 @@ class PromptTokenizer:
             PromptError: there are no prompts, or one is not text.
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) == 0:
-            raise PromptError(f"prompts are {prompts!r}", "a list of one prompt or more", "pass a prompt")
+            raise PromptError(f"prompts are {prompts!r}", "a list of one prompt or more")
         ids = np.full((len(prompts), self.max_length), self.pad_token_id, np.int64)
         mask = np.zeros_like(ids)
         for row, present, prompt in zip(ids, mask, prompts, strict=True):
@@ -218,7 +218,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     Its regular expressions always terminate: Oniguruma aborts a match after ten million backtracking steps.
     """
     if not path.is_file():
-        raise FolderError(f"{path} is missing", "the tokenizer of an exported pipeline", "export it again")
+        raise FolderError(f"{path} is missing", "the tokenizer of an exported pipeline")
     if (size := path.stat().st_size) > _MAX_TOKENIZER_SIZE:
         raise FolderError(f"{path} has {size} bytes", f"at most {_MAX_TOKENIZER_SIZE}", "export the pipeline again")
     with _read_errors(str(path), FolderError, "a file of the tokenizers library"):
@@ -280,7 +280,7 @@ def require_text(prompt: object) -> str:
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise PromptError(f"a prompt is {prompt!r}", "text without lone surrogates", "correct the prompt") from None
+        raise PromptError(f"a prompt is {prompt!r}", "text without lone surrogates") from None
     return prompt
 
 

@@ -151,9 +151,7 @@ def chunks(tokenizer: PromptTokenizer, text: str) -> list[Chunk]:
             made[-1].ids.append(number)
             made[-1].weights.append(weight)
             if len(made) > _MAX_CHUNKS:
-                raise PromptError(
-                    f"a prompt of more than {_MAX_CHUNKS * size} tokens", "a shorter one", "shorten the prompt"
-                )
+                raise PromptError(f"a prompt of more than {_MAX_CHUNKS * size} tokens", "a shorter one")
     if len(made) > 1 and not made[-1].ids:
         made.pop()
     return made

@@ -69,9 +69,7 @@ class ClipInputs(FamilyInputs):
         from sdonnx.runtime.inputs import prompt_weights
 
         if weighting not in prompt_weights.NOTATIONS:
-            raise PromptError(
-                f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None", "pass one"
-            )
+            raise PromptError(f"prompt_weighting is {weighting!r}", f"one of {prompt_weights.NOTATIONS}, or None")
         chunks = {
             role: [prompt_weights.chunks(tokenizer, text) for text in texts[role]]
             for role, tokenizer in self.tokenizers.items()

@@ -240,7 +240,7 @@ class StableDiffusionXlInputs(ClipInputs):
         texts = seconds = prompts.texts()
         if prompt_2 is not None or negative_prompt_2 is not None:
             if len(self.tokenizers) < 2:
-                raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders", "leave them out")
+                raise PromptError("prompt_2 or negative_prompt_2", "a pipeline of two text encoders")
             seconds = prompts.texts(prompt_2, negative_prompt_2)
         return {role: texts if role is Role.TEXT_ENCODER else seconds for role in self.tokenizers}
 

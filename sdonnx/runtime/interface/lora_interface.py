@@ -168,7 +168,7 @@ class LoraInterface(PipelineBase):
         weights = list(adapter_weights) if many else [adapter_weights] * len(names)
         if len(weights) != len(names) or len(set(names)) != len(names):
             raise OptionError(
-                f"{len(weights)} weights for the adapters {names}", "one for each, and each name once", "pass as many"
+                f"{len(weights)} weights for {len(names)} adapters: {names}", "one weight for each, and each name once"
             )
         state = self._adapters.state
         new = {name: self._by_component(name, weight) for name, weight in zip(names, weights, strict=True)}
@@ -301,7 +301,6 @@ class LoraInterface(PipelineBase):
             raise OptionError(
                 f"the device {device} for adapters",
                 " or ".join(dict.fromkeys(["cpu", str(self.device)])),
-                "pass one of them",
             )
         self._keep_on_host(names, self.device != device)
 

@@ -50,7 +50,6 @@ def read_lora_source(
         raise OptionError(
             f"a LoRA of the type {type(source).__name__}",
             "a safetensors file, a folder, an id of the hub, or tensors by their names",
-            "pass one of these",
         )
     if isinstance(source, str) and not os.path.exists(source) and is_hub_id(source):
         return read_adapter(download_lora(source, weight_name, subfolder, hub_options), names)
@@ -64,5 +63,5 @@ def _tensor(key: str, value: Any) -> Any:
         plain = value.detach().cpu()
         value = (plain if str(plain.dtype) == "torch.float16" else plain.float()).numpy()
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fi":
-        raise OptionError(f"{key} of the LoRA is of the type {type(value).__name__}", "a tensor", "pass tensors")
+        raise OptionError(f"{key} of the LoRA is of the type {type(value).__name__}", "a tensor")
     return checked(_IN_MEMORY, key, value)

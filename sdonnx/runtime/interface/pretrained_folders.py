@@ -121,7 +121,7 @@ class PretrainedOptions:
         """
         if self.pretrained_model_name_or_path is not None:
             if folder is not None:
-                raise OptionError("the folder and pretrained_model_name_or_path", "one of them", "leave one out")
+                raise OptionError("the folder and pretrained_model_name_or_path", "one of them")
             folder = self.pretrained_model_name_or_path
         if not isinstance(folder, str | os.PathLike) or not str(folder):
             raise OptionError(f"the folder is {folder!r}", "a path, or an id of the hub", "pass an optimized folder")
@@ -193,7 +193,7 @@ def parse_device(device: Any) -> tuple[str, int | None]:
     kind, _, index = str(device).partition(":")
     if kind in ("cpu", "cuda") and (index.isdecimal() or (not index and not str(device).endswith(":"))):
         return kind, int(index) if index else None
-    raise OptionError(f"the device is {device!r}", '"cpu", "cuda" or for example "cuda:1"', "pass one of them")
+    raise OptionError(f"the device is {device!r}", '"cpu", "cuda" or for example "cuda:1"')
 
 
 def require_arguments(max_sizes: Any, low_memory: Any, require_certificate: Any) -> None:
@@ -205,7 +205,7 @@ def require_arguments(max_sizes: Any, low_memory: Any, require_certificate: Any)
     """
     require_low_memory(low_memory)
     if not isinstance(require_certificate, bool):
-        raise OptionError(f"require_certificate is {require_certificate!r}", "True or False", "pass one of them")
+        raise OptionError(f"require_certificate is {require_certificate!r}", "True or False")
     if isinstance(max_sizes, bool) or not isinstance(max_sizes, int) or max_sizes < 1:
         raise OptionError(f"max_sizes is {max_sizes!r}", "a whole number from 1 on", "pass for example 8")
 
@@ -260,6 +260,4 @@ def save_folder(
             raise type(error)(error.found, error.expected, "pass overwrite=True to replace it") from None
         raise
     except OSError as error:
-        raise FolderError(
-            f"{folder.path} cannot be copied ({error.strerror or error})", "readable files", "check the folder"
-        ) from error
+        raise FolderError(f"{folder.path} cannot be copied ({error.strerror or error})", "readable files") from error

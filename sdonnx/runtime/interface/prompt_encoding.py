@@ -133,11 +133,11 @@ def _named(positional: Sequence[Any], order: Sequence[str], given: Mapping[str, 
         OptionError: there are too many, or one is also given by name.
     """
     if len(positional) > len(order):
-        raise OptionError(f"{len(positional) + 1} positional arguments", f"at most {len(order) + 1}", "name them")
+        raise OptionError(f"{len(positional) + 1} positional arguments", f"at most {len(order) + 1}")
     found = dict(zip(order, positional, strict=False))
     for name in found:
         if given[name] is not None and given[name] is not _DEFAULTS.get(name):
-            raise OptionError(f"{name} given twice", "it once", "leave one out")
+            raise OptionError(f"{name} given twice", "it once")
     return found
 
 

@@ -65,7 +65,7 @@ def plan_of(call: Call, scheduler_config: Mapping[str, Any]) -> SamplingPlan:
     found = plan(scheduler_config, call.steps, eta=call.eta, strength=call.start.strength, custom=call.schedule)
     calls = len(found.timesteps)
     if calls > MAX_CALLS:
-        raise OptionError(f"{calls} calls of the denoiser", f"at most {MAX_CALLS}", "ask for fewer steps")
+        raise OptionError(f"{calls} calls of the denoiser", f"at most {MAX_CALLS}")
     return found
 
 

@@ -128,7 +128,7 @@ def _set_timesteps(scheduler: Any, steps: int, schedule: CustomSchedule) -> int:
         )
     except (ValueError, TypeError) as error:
         raise OptionError(
-            f"{name} does not accept the custom schedule ({error})", "one for its configuration", "leave it out"
+            f"{name} does not accept the custom schedule ({error})", "one for its configuration"
         ) from error
     return len(scheduler.timesteps)
 

@@ -47,7 +47,7 @@ class TorchCpuGenerator:
         """
         whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
         if not whole or not -(2**63) <= int(seed) < 2**64:
-            raise OptionError(f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1", "choose another seed")
+            raise OptionError(f"the seed is {seed!r}", "an integer from -2**63 to 2**64 - 1")
         # Both seed the Mersenne Twister by Matsumoto and Nishimura's init_genrand.
         self._engine = np.random.RandomState(int(seed) & 0xFFFFFFFF)
         self._spare: float | None = None
@@ -59,7 +59,7 @@ class TorchCpuGenerator:
             OptionError: a dimension is negative.
         """
         if any(size < 0 for size in shape):
-            raise OptionError(f"the shape is {tuple(shape)}", "sizes from 0 on", "correct the shape")
+            raise OptionError(f"the shape is {tuple(shape)}", "sizes from 0 on")
         count = math.prod(shape)
         values = self._many(count) if count >= _BLOCK else self._few(count)
         return values.reshape(tuple(shape))
@@ -139,7 +139,7 @@ class NoiseSource:
         make: Callable[[int], Generator] = TorchCpuGenerator,
     ) -> None:
         if seed is not None and generator is not None:
-            raise OptionError("both a seed and a generator", "one of them", "leave one out")
+            raise OptionError("both a seed and a generator", "one of them")
         # Samplers that add noise need a generator even if the caller passed latents.
         seeds = list(seed) if isinstance(seed, list | tuple) else None
         one: Any = None if seeds is not None else seed

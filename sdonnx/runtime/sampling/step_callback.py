@@ -39,7 +39,6 @@ def require_callback(callback: Any) -> None:
         raise OptionError(
             f"callback_on_step_end is a {type(callback).__name__}",
             "a function (pipeline, step, timestep, tensors)",
-            "pass a function",
         )
 
 
@@ -130,7 +129,7 @@ class StepCallback:
                 "return rows of the width that the callback received",
             )
         if not np.isfinite(values).all():
-            raise OptionError(f"the callback returned {name} with NaN or infinity", "finite numbers", "correct it")
+            raise OptionError(f"the callback returned {name} with NaN or infinity", "finite numbers")
         values = values.astype(before.dtype)
         return None if np.array_equal(values, before) else values
 

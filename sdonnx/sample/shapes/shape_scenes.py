@@ -167,9 +167,7 @@ def read_caption(text: str) -> Scene:
     """
     found = _CAPTION.fullmatch(text.strip().lower())
     if found is None:
-        raise OptionError(
-            f"the prompt {text!r}", "a caption such as 'a red circle to the left of a blue square'", "change the prompt"
-        )
+        raise OptionError(f"the prompt {text!r}", "a caption such as 'a red circle to the left of a blue square'")
     size, colour, shape, phrase, other_size, other_colour, other = found.groups()
     if phrase is None:
         return Scene(Thing(shape, colour, size))

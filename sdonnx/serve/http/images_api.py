@@ -128,7 +128,7 @@ class ImagesApi:
                 return unknown
             image, mask = _one_file(form, "image"), _one_file(form, "mask")
             if image is None:
-                raise OptionError("the form has no image", "a file named image", "add one")
+                raise OptionError("the form has no image", "a file named image")
             content, hidden = await image.read(), None if mask is None else await mask.read()
             files = {name: [await each.read() for each in _files(form, name)] for name in CONDITIONING_IMAGES}
         asked = replace(fields.to_request(), client=request.state.client)
@@ -158,7 +158,7 @@ class ImagesApi:
 
     async def _answer(self, request: Request, fields: ImageFields, asked: ImageRequest, kind: str) -> Response:
         if asked.num_images > (limit := self._pipeline.limits.max_images):  # the queue knows it by another name
-            raise OptionError(f"n is {asked.num_images}", f"a whole number from 1 to {limit}", "pass another number")
+            raise OptionError(f"n is {asked.num_images}", f"a whole number from 1 to {limit}")
         job = await self._pipeline.accept(asked)
         encoder = Encoder(fields, job, self._pipeline.observer)
         if fields.stream:
@@ -224,7 +224,7 @@ def _read_fields(form: FormData) -> EditFields:
         elif field in LISTED_FIELDS:
             texts.setdefault(field, []).append(value)
         elif name in texts:
-            raise OptionError(f"{name} is twice in the form", "one text", "send it once")
+            raise OptionError(f"{name} is twice in the form", "one text")
         else:
             texts[name] = value
     if loras:
@@ -239,7 +239,7 @@ def _one_file(form: FormData, name: str) -> UploadFile | None:
     parts = _files(form, name)
     if len(parts) > 1:
         expected = "one, since models of this server start from one image"
-        raise OptionError(f"the form has {len(parts)} files named {name}", expected, "send one")
+        raise OptionError(f"the form has {len(parts)} files named {name}", expected)
     return parts[0] if parts else None
 
 

@@ -183,7 +183,7 @@ class ImageFields(ConditioningFields, LoraFields):
             return None
         match = _SIZE.fullmatch(self.size or "")
         if match is None or 0 in (sizes := (int(match[2]), int(match[1]))):
-            raise OptionError(f"size is {self.size!r}", "WIDTHxHEIGHT such as 512x512, or auto", "pass one of them")
+            raise OptionError(f"size is {self.size!r}", "WIDTHxHEIGHT such as 512x512, or auto")
         return sizes
 
     def to_request(self) -> ImageRequest:

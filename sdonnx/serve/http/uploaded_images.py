@@ -65,7 +65,7 @@ def read_upload(image: bytes, mask: bytes | None, size: tuple[int, int] | None, 
         hidden = _transparency(decoded)
     if hidden is not None and hidden.size != decoded.size:
         found = f"the mask is {hidden.width}x{hidden.height} and the image {decoded.width}x{decoded.height}"
-        raise OptionError(found, "one size", "resize the mask")
+        raise OptionError(found, "one size")
     rgb = decoded.convert("RGB")
     if size is not None:  # as the pipeline does; images that wait take no more memory than those that are generated
         wanted = (size[1], size[0])
@@ -88,7 +88,7 @@ def read_conditioning(files: Mapping[str, Sequence[bytes | str]], max_pixels: in
     decoder, left = _Decoder(), max_pixels
     for name, contents in files.items():
         if len(contents) > MAX_CONDITIONING_IMAGES:
-            raise OptionError(f"{name} has {len(contents)} images", f"1 to {MAX_CONDITIONING_IMAGES}", "send fewer")
+            raise OptionError(f"{name} has {len(contents)} images", f"1 to {MAX_CONDITIONING_IMAGES}")
         for content in contents:
             image = decoder.decode(name, _from_text(name, content) if isinstance(content, str) else content, left)
             left -= image.width * image.height
@@ -100,7 +100,7 @@ def _from_text(name: str, text: str) -> bytes:
     if text[: len(_DATA_URL)].lower() == _DATA_URL:
         header, comma, text = text.partition(",")
         if not comma or not header.endswith(_ENCODED):
-            raise OptionError(f"{name} is a data URL without base64", "data:image/png;base64,...", "encode the file")
+            raise OptionError(f"{name} is a data URL without base64", "data:image/png;base64,...")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -141,7 +141,7 @@ class _Decoder:
             OptionError: the file cannot be decoded in time, or exceeds a limit.
         """
         if content.startswith(_JPEG) and _scans(content) > _MAX_SCANS:
-            raise OptionError(f"{name} has too many scans", f"a JPEG file of up to {_MAX_SCANS}", "save it again")
+            raise OptionError(f"{name} has too many scans", f"a JPEG file of up to {_MAX_SCANS}")
         try:
             with Image.open(_TimedFile(content, self._end_s), formats=_FORMATS) as opened:
                 _require_size(name, *opened.size, max_pixels)
@@ -154,16 +154,16 @@ class _Decoder:
             raise OptionError(found, "files that take less", "pass fewer or smaller ones") from None
         except Exception as error:  # decoders raise any exception, and Pillow's limits are a warning and an error
             found = f"{name} cannot be decoded ({type(error).__name__})"
-            raise OptionError(found, "a PNG, JPEG or WebP file", "pass another") from error
+            raise OptionError(found, "a PNG, JPEG or WebP file") from error
 
 
 def _require_size(name: str, width: int, height: int, max_pixels: int) -> None:
     found = f"{name} is {width}x{height} pixels"
     if not 0 < width * height <= max_pixels:
-        raise OptionError(found, f"1 to {max_pixels} pixels", "resize it")
+        raise OptionError(found, f"1 to {max_pixels} pixels")
     if max(width, height) > min(_MAX_EDGE, _MAX_RATIO * min(width, height)):
         expected = f"edges of at most {_MAX_EDGE} pixels, the longer at most {_MAX_RATIO} times the shorter"
-        raise OptionError(found, expected, "crop it")
+        raise OptionError(found, expected)
 
 
 def _scans(content: bytes) -> int:

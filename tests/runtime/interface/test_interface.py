@@ -104,7 +104,7 @@ def test_folder_by_its_name_in_diffusers(micro_cpu: Path) -> None:
         assert pipeline.name_or_path == str(micro_cpu)
     with load(folder=str(micro_cpu)) as pipeline:
         assert pipeline.name_or_path == str(micro_cpu)
-    with refused(OptionError, "the folder and pretrained_model_name_or_path", "leave one out"):
+    with refused(OptionError, "the folder and pretrained_model_name_or_path", "one of them"):
         load(micro_cpu, pretrained_model_name_or_path=micro_cpu)
     with refused(OptionError, "the folder is None", "pass an optimized folder"):
         load()
