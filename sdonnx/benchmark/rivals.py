@@ -141,7 +141,7 @@ def _rival(name: str, compiled: bool, mode: str | None, xformers: bool) -> Rival
         base = _COMPILED if compiled else _XFORMERS if xformers else base
     if base not in NAMES or (own and base not in (_COMPILED, _REGIONAL)):
         expected = f"one of {', '.join(NAMES)}, or FILE.py:NAME"
-        raise OptionError(f"the engine {name!r} is unknown", expected, "pass one")
+        raise OptionError(f"the engine {name!r} is unknown", expected)
     if base in (_COMPILED, _REGIONAL):
         regional = base == _REGIONAL
         chosen = own or mode or ("default" if regional else "reduce-overhead")

@@ -199,7 +199,7 @@ def _setup(
     if provider == "cuda":
         open_gpu()  # raises if there is no GPU
     elif options.profile:
-        raise OptionError("--profile on a CPU", "a GPU, for its kernels", "omit the option")
+        raise OptionError("--profile on a CPU", "a GPU, for its kernels")
     adapters = tuple(map(str, options.ip_adapter or ()))
     folders = prepare_folders(
         given,

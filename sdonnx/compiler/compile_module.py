@@ -177,7 +177,6 @@ def refresh(compiled: Any) -> None:
         raise OptionError(
             f"a {type(compiled).__name__} without a compiled module",
             "a result of compile or compile_pipe",
-            "compile it first",
         )
     for part in drop_ins:
         programs = part._programs

@@ -67,7 +67,7 @@ def self_check() -> str:
     """
     value = os.environ.get(SELF_CHECK) or ON
     if value not in (OFF, ON, STRICT):
-        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {OFF}, {ON}, {STRICT}", "unset it")
+        raise OptionError(f"{SELF_CHECK} is {value!r}", f"one of {OFF}, {ON}, {STRICT}")
     return value
 
 

@@ -342,7 +342,7 @@ class ImageProcessor:
             OptionError: an argument cannot be used.
         """
         if output_type not in _PROCESSED_TYPES:
-            raise OptionError(f"the output type {output_type!r}", f"one of {_PROCESSED_TYPES}", "pass one")
+            raise OptionError(f"the output type {output_type!r}", f"one of {_PROCESSED_TYPES}")
         if output_type == "latent":
             return image
         values = to_numpy(image, "image").astype(np.float32)

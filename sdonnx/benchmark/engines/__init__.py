@@ -41,7 +41,7 @@ def find_engine(name: str) -> type[Engine]:
         engines: dict[str, type[Engine]] = module.ENGINES
     except Exception as error:  # any, because the file is a program
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
-        raise OptionError(f"{file} cannot be loaded ({reason})", "a Python file with ENGINES", "correct it") from error
+        raise OptionError(f"{file} cannot be loaded ({reason})", "a Python file with ENGINES") from error
     if key not in engines:
-        raise OptionError(f"the engine {name!r} is unknown", f"one of {', '.join(engines)} in {file}", "pass one")
+        raise OptionError(f"the engine {name!r} is unknown", f"one of {', '.join(engines)} in {file}")
     return engines[key]
