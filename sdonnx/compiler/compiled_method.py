@@ -215,8 +215,7 @@ class CompiledMethod:
             self._class_name, self._chosen.check_agreement,
             in_half=signature.target.precision == "float16", quantized=signature.quantization is not None,
         )  # fmt: skip
-        version = self._weights.current_version()
-        self._weights.compiling()
+        version = self._weights.compiling()
 
         def warm_up(graph: Graph) -> None:
             if sizes := self._method.warm_up_sizes:
@@ -249,7 +248,7 @@ class CompiledMethod:
             arguments: All arguments of the call by name.
         """
         with self._lock:
-            built, version = self._built, self._weights.current_version()
+            built, version = self._built, self._weights.version if self._weights.is_current() else None
             scale = self._method.lora_scale(
                 self._module, arguments, 1.0 if built is None else built.signature.lora_scale
             )
@@ -265,8 +264,9 @@ class CompiledMethod:
                     _LOGGER.warning("%s is compiled again, for LoRA with a scale of %g", self._class_name, scale)
                 else:
                     _LOGGER.warning("%s changed after it was compiled, and is compiled again", self._class_name)
-                if self._overlaps(built):
-                    torch.cuda.synchronize(built.signature.target.torch_device)  # the last call may run
+                device = built.signature.target.torch_device
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # the last call may run
                 self._variants.clear()
                 self._built = built = None  # released before another graph is loaded in its place
             elif built is not None and variant in self._variants:
@@ -280,7 +280,7 @@ class CompiledMethod:
             try:
                 self._built = added = self._add(variant, scale)
             except FolderError as error:
-                self._refusal = _Refusal(error.found, (self._weights.current_version(), variant, scale))
+                self._refusal = _Refusal(error.found, (self._weights.version, variant, scale))
                 return error.found
             self._refusal = None
             return added

@@ -41,7 +41,7 @@ class HostWeights:
     Attributes:
         wanted: Whether the weights move to the host's memory after the module was compiled.
         device: The device of the module while its weights are in the host's memory, otherwise None.
-        version: Number of the module's state; a graph with a smaller one is out of date.
+        version: Number of the module's state at the last compilation; a graph with a smaller one is out of date.
     """
 
     def __init__(self, module: torch.nn.Module, method: GraphMethod) -> None:
@@ -54,12 +54,21 @@ class HostWeights:
         self._calls = 0  # of torch, in all threads
         self._lock = threading.RLock()
 
-    def current_version(self) -> int:
-        """Compare the module with its state, and return the number of the state that it has now."""
+    def is_current(self) -> bool:
+        """Return whether the module has not changed since a graph was last compiled."""
         with self._lock:
-            if self._state is None or not self._state.is_current():
+            return self._state is not None and self._state.is_current()
+
+    def compiling(self) -> int:
+        """Note that a graph gets the weights as they are now, and return the number of the module's state.
+
+        The weights move at the next `settle`.
+        """
+        with self._lock:
+            if not self.is_current():
                 self.refresh()
                 self._state = ModuleState(self._module, self._method.ignored, self._method.ignored_inside)
+            self._due = True
             return self.version
 
     def refresh(self) -> None:
@@ -72,10 +81,6 @@ class HostWeights:
     def requires_grad(self) -> bool:
         """Whether a tensor of the module requires a gradient."""
         return self._state is not None and any(each.requires_grad for each in self._state.tensors)
-
-    def compiling(self) -> None:
-        """Note that a graph gets the weights: they move at the next `settle`."""
-        self._due = True
 
     def settle(self) -> None:
         """Move the weights to the host's memory if a graph was compiled and torch computes no call."""

@@ -65,7 +65,6 @@ def settled(module: torch.nn.Module) -> HostWeights:
     """Return the weights of a module after its graphs were compiled."""
     weights = HostWeights(module, ClipForward())
     weights.wanted = True
-    weights.current_version()
     weights.compiling()
     weights.settle()
     return weights
@@ -94,20 +93,20 @@ def test_moved_tensors_keep_their_layout() -> None:
     assert all(map(torch.equal, tensors, before))
     assert tensors[0].stride() == strides
     assert not any(each.is_inference() for each in tensors)
-    version = weights.current_version()
     weights.restore()
     assert place_of(weights) is None
-    assert weights.current_version() == version
+    assert weights.is_current()
     weights.settle()
     assert place_of(weights) is None  # nothing was compiled since
     with torch.no_grad():
         module[1].bias.add_(1)
-    assert weights.current_version() == version + 1
+    assert not weights.is_current()
     weights.compiling()
+    assert weights.is_current()
     with torch.no_grad():
         module[1].bias.add_(1)
     weights.settle()
-    assert weights.current_version() > version + 1  # a change before a move counts after it
+    assert not weights.is_current()  # a change before a move counts after it
 
 
 @pytest.mark.usefixtures("frees", "folder")
@@ -292,11 +291,11 @@ def test_the_device_is_reported_and_moves_are_followed() -> None:
     assert compiled.device == META
     assert unet.dtype == torch.float16
     compiled.float()
-    version = weights.current_version()
+    version = weights.version
     compiled._apply(lambda tensor: torch.empty_like(tensor, device=CPU) if tensor.is_meta else tensor)
     assert compiled.device == CPU
     assert place_of(weights) is None
-    assert weights.current_version() > version
+    assert weights.version > version
     weights.device = META
     compiled.to("meta", torch.float16)  # values would be converted on the device
     assert place_of(weights) is None
