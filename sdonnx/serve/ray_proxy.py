@@ -68,7 +68,7 @@ class RayOptions(BaseModel):
         options.folders()
         options.limits()
         if options.max_replicas is not None and options.max_replicas < options.replicas:
-            raise OptionError("max_replicas is less than replicas", "at least as many")
+            raise OptionError(f"max_replicas is {options.max_replicas}", f"at least replicas, {options.replicas}")
         return options
 
     def limits(self) -> ServeLimits:

@@ -7,7 +7,7 @@ dictionary ENGINES of the file. Its process loads the file again, by the same ru
 from __future__ import annotations
 
 import functools
-import importlib.util
+import types
 from pathlib import Path
 
 from sdonnx.benchmark.engine import Engine
@@ -32,12 +32,9 @@ def find_engine(name: str) -> type[Engine]:
     if name in ENGINES:
         return ENGINES[name]
     file, _, key = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(f"_engines_{Path(file).stem}", file)
+    module = types.ModuleType(f"_engines_{Path(file).stem}")
     try:
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        exec(compile(Path(file).read_bytes(), file, "exec"), vars(module))
         engines: dict[str, type[Engine]] = module.ENGINES
     except Exception as error:  # any, because the file is a program
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
