@@ -118,9 +118,10 @@ def compile_with(
     before = module._programs if isinstance(module, CompiledModule) else None
     computed: Any = plain(module)
     methods = _graph_methods(computed)
-    weights = None
+    weights: HostWeights | None = None
     if methods:
-        weights = (before and before.weights) or HostWeights(computed, methods[0])
+        weights = before.weights if before is not None else None
+        weights = weights or HostWeights(computed, methods[0])
         if (reason := why_not_now(computed, weights.device)) is not None:
             raise OptionError(
                 f"a {type(computed).__name__} that cannot be compiled: {reason}",
@@ -130,7 +131,8 @@ def compile_with(
         weights.wanted = (freezing or weights.wanted) if chosen.freezing is None else chosen.freezing
         if not weights.wanted:
             weights.restore()
-    compiled = object.__new__(_compiled_class(type(computed), methods))
+    base: Any = type(computed)
+    compiled = object.__new__(_compiled_class(base, methods))
     object.__setattr__(compiled, "__dict__", vars(computed))
     programs = _Programs(computed, methods, chosen, saved, weights, loads)
     object.__setattr__(compiled, "_programs", programs)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -241,7 +242,8 @@ class _Program:
             DeviceMemoryError: There is too little memory.
         """
         start = time.perf_counter()
-        results = [node.meta["example_value"] for node in self._traced.graph.output_node().args[0]]
+        outputs: Any = self._traced.graph.output_node().args[0]
+        results = [node.meta["example_value"] for node in outputs]
         if not results or not all(isinstance(each, torch.Tensor) for each in results):
             raise _NoGraphError("it returns something other than tensors")
         types = tuple(each.dtype for each in results)
@@ -405,6 +407,10 @@ def _require_function(captured: torch.export.ExportedProgram) -> None:
             raise _NoGraphError("its sizes or its branches depend on the values of tensors")
 
 
+def _float32(tensor: ir.TensorProtocol) -> npt.NDArray[np.float32]:
+    return tensor.numpy().astype(np.float32)
+
+
 def _widen(model: ir.Model, types: Collection[ir.DataType]) -> None:
     """Compute values of some floating-point types in float32, in place."""
     wide = ir.DataType.FLOAT
@@ -414,9 +420,7 @@ def _widen(model: ir.Model, types: Collection[ir.DataType]) -> None:
         for name, value in graph.initializers.items():
             tensor = value.const_value
             if tensor is not None and tensor.dtype in types:
-                value.const_value = lazy(
-                    lambda tensor=tensor: tensor.numpy().astype(np.float32), wide, tensor.shape, name
-                )  # type: ignore[misc]
+                value.const_value = lazy(functools.partial(_float32, tensor), wide, tuple(tensor.shape.numpy()), name)
     for node in model.graph.all_nodes():
         for value in node.outputs:
             _widen_value(value, types)

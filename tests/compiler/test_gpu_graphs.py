@@ -21,6 +21,7 @@ import sdonnx
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, checked_inputs
 from sdonnx.compiler.graph_target import GraphTarget, target_of, why_no_target
+from sdonnx.compiler.host_weights import HostWeights
 from sdonnx.compiler.module_graph import build_model
 from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
@@ -98,7 +99,7 @@ def test_keys_differ_by_target() -> None:
     """A graph for another device, precision or choice of kernels is another entry of the cache."""
     unet = small_unet()
     (method,) = SUPPORTED[type(unet)]
-    graphs = ModuleGraphs(unet, method)
+    graphs = ModuleGraphs(unet, method, None, HostWeights(unet, method))
     plain = method.signature(unet, method.variant(unet, None, None))
     own = SessionSettings(library=Path("libsdonnx_kernels.so"))
     targets = [GraphTarget(GPU, torch.float32), GraphTarget(GPU, torch.float16), GraphTarget(GPU, torch.float16, own)]
@@ -118,12 +119,12 @@ def test_inputs_have_the_type_and_the_device_of_the_module() -> None:
 
 
 def test_weights_on_other_devices_and_of_other_types() -> None:
-    assert why_no_target(small_unet(), on_gpu=False) is None
+    assert why_no_target(small_unet()) is None
     assert target_of(small_unet()).precision == "float32"
     assert target_of(torch.nn.Identity()).torch_device == torch.device("cpu")
-    assert "is torch.float16" in (why_no_target(small_unet().half(), on_gpu=True) or "")
+    assert "is torch.float16" in (why_no_target(small_unet().half()) or "")
     mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
-    assert why_no_target(mixed, on_gpu=True) == "1.weight is on meta"
+    assert why_no_target(mixed) == "1.weight is on meta"
 
 
 def test_autoencoders_with_force_upcast_are_scaled() -> None:
