@@ -3,7 +3,7 @@
 They compute `_encode` and `_decode`, which diffusers' `encode` and `decode` call for the whole batch, or for each image
 with slicing. In float16, with `force_upcast` in the configuration, values exceed float16's range in torch, and
 diffusers converts the module to float32 for each image. The graph scales the values that group norms read, so the
-drop-in reports that no conversion is needed (docs/decisions/0180-convert-only-the-reported-type.md).
+drop-in reports that no conversion is needed.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def float_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def device_weights(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, OrtValue]:
     """Return the large weights of a graph as tensors of ONNX Runtime in one block of torch's memory on a device.
 
-    ONNX Runtime allocates each weight by itself, and CUDA gives an allocation of 1 MiB or more whole pages of 2 MiB
-    (docs/decisions/0195-place-weights-in-one-block.md). The block lives as long as one of the tensors.
+    ONNX Runtime allocates each weight by itself, and CUDA gives an allocation of 1 MiB or more whole pages of 2 MiB: in
+    the UNet of Stable Diffusion 1.5, 175 MB would be unused. The block lives as long as one of the tensors.
 
     Args:
         values: Contiguous tensors in the host's memory, by name of the initializer.

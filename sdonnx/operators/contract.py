@@ -16,7 +16,7 @@ from functools import partial
 import onnx_ir as ir
 
 from sdonnx.graph.edit import MICROSOFT, input_of, optional_input
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, KernelCase
+from sdonnx.operators.kernel_case import OUR_DOMAIN, KernelCase
 
 __all__ = ["FLOATS", "FLOATS_AND_BFLOAT16", "Contract", "SdonnxContract", "on_inputs", "sdonnx_case"]
 
@@ -86,11 +86,11 @@ class Contract:
 class SdonnxContract(Contract):
     """One of our own operators: its kernels compute in float16."""
 
-    domain: str = SDONNX_DOMAIN
+    domain: str = OUR_DOMAIN
     dtypes: frozenset[ir.DataType] = frozenset({ir.DataType.FLOAT16})
 
 
-sdonnx_case = partial(KernelCase, domain=SDONNX_DOMAIN)
+sdonnx_case = partial(KernelCase, domain=OUR_DOMAIN)
 """Make a kernel case of one of our own operators."""
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MICROSOFT", "SDONNX_DOMAIN", "TOLERANCE", "Array", "Fill", "KernelCase", "rounded"]
+__all__ = ["MICROSOFT", "OUR_DOMAIN", "TOLERANCE", "Array", "Fill", "KernelCase", "rounded"]
 
 Array = npt.NDArray[Any]
 
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's contrib operators."""
 
-SDONNX_DOMAIN = "sdonnx"
+OUR_DOMAIN = "sdonnx"
 """The domain of the operators of `libsdonnx_kernels.so` (`kernels/` in the repository)."""
 
 # A sum of products in float32, rounded once: 2^-11 in fp16, 2^-8 in bfloat16, plus a margin for the order of sums.

@@ -10,7 +10,7 @@ from onnx_ir.passes import InPlacePass, PassResult
 from sdonnx.graph.edit import replace
 from sdonnx.operators import contrib_elementwise, contrib_linear, contrib_norms, multi_head_attention
 from sdonnx.operators.contract import Contract
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, KernelCase
+from sdonnx.operators.kernel_case import OUR_DOMAIN, KernelCase
 from sdonnx.operators.sdonnx_domain import (
     attention,
     convolution,
@@ -26,8 +26,8 @@ __all__ = [
     "CONTRACTS",
     "DTYPES",
     "KERNEL_CASES",
-    "SDONNX_CONTRACTS",
-    "SDONNX_KERNEL_CASES",
+    "OUR_CONTRACTS",
+    "OUR_KERNEL_CASES",
     "LowerContribOperators",
     "contract_of",
     "contract_of_case",
@@ -52,7 +52,7 @@ CONTRACTS = {
 }
 """The contracts of ONNX Runtime's operators, by operator."""
 
-SDONNX_CONTRACTS: dict[str, Contract] = {
+OUR_CONTRACTS: dict[str, Contract] = {
     contract.op_type: contract
     for contract in (
         norms.LAYER_NORM,
@@ -75,7 +75,7 @@ SDONNX_CONTRACTS: dict[str, Contract] = {
         matmul_8bit.SCALED_MAT_MUL,
     )
 }
-"""The contracts of our own operators, of the domain SDONNX_DOMAIN, by operator."""
+"""The contracts of our own operators, of the domain OUR_DOMAIN, by operator."""
 
 KERNEL_CASES = tuple(case for contract in CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of every contract.
@@ -84,7 +84,7 @@ The tests compare them with torch and with the kernels; `sdonnx.doctor` compares
 machine that it runs on.
 """
 
-SDONNX_KERNEL_CASES = tuple(case for contract in SDONNX_CONTRACTS.values() for case in contract.kernel_cases())
+OUR_KERNEL_CASES = tuple(case for contract in OUR_CONTRACTS.values() for case in contract.kernel_cases())
 """Every kernel case of our own operators.
 
 They are in a second file, which GPUs that are not trusted read.
@@ -110,7 +110,7 @@ def dtypes_of(case: KernelCase) -> list[str]:
 
 
 def _table(domain: str) -> dict[str, Contract]:
-    return SDONNX_CONTRACTS if domain == SDONNX_DOMAIN else CONTRACTS
+    return OUR_CONTRACTS if domain == OUR_DOMAIN else CONTRACTS
 
 
 class LowerContribOperators(InPlacePass):

@@ -22,7 +22,7 @@ from sdonnx.folder.symmetric import quantize, scales_of
 from sdonnx.folder.weight_table import Initializer, Layout, Place, Scales, channel_rows, rows_of
 from sdonnx.graph.edit import is_weight
 from sdonnx.graph.tensors import read
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 
 __all__ = ["StoredWeight", "StoredWeights", "positions_of", "runs_of", "stored_entry"]
@@ -75,7 +75,7 @@ def _scales_in(node: ir.Node, index: int, value: ir.Value) -> tuple[ir.Value, st
             return None
         axis = node.attributes.get_int("axis", 1) if scales.shape.rank() else None
         return scales, _TYPES[value.dtype][1], axis
-    if (node.domain, node.op_type, index, value.dtype) != (SDONNX_DOMAIN, "ScaledMatMul", 2, ir.DataType.UINT8):
+    if (node.domain, node.op_type, index, value.dtype) != (OUR_DOMAIN, "ScaledMatMul", 2, ir.DataType.UINT8):
         return None
     number_format = EightBits(node.attributes.get_int("w_format", 0)).name.lower()
     scales = node.inputs[3] if len(node.inputs) > 3 else None

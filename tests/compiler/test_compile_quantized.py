@@ -34,7 +34,7 @@ from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_cache import entry_info
 from sdonnx.metrics import relative_error
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
+from sdonnx.operators.kernel_case import OUR_DOMAIN, Array
 from sdonnx.precision_search.search_options import Bounds
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
@@ -210,7 +210,7 @@ def test_graph_of_o3_multiplies_in_fp8(capability: mock.Mock) -> None:
     signature, method = _signature(unet, GraphTarget(Device("cuda", 0), torch.float16, OWN))
     signature = GraphQuantization(check_options("O3"), "UNet").applied(signature)
     model = build_model(unet.half(), signature, method.prepare)
-    assert ("ScaledMatMul", SDONNX_DOMAIN) in {(node.op_type, node.domain) for node in model.graph}
+    assert ("ScaledMatMul", OUR_DOMAIN) in {(node.op_type, node.domain) for node in model.graph}
     assert ir.DataType.FLOAT8E4M3FN in {value.dtype for value in model.graph.initializers.values()}
     sample, timestep, text = unet_inputs()
     feeds: dict[str, Array] = {

@@ -26,7 +26,7 @@ from sdonnx.compiler.module_graph import build_model
 from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
 from sdonnx.metrics import relative_error
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
+from sdonnx.operators.kernel_case import OUR_DOMAIN, Array
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import SessionSettings
 
@@ -49,7 +49,7 @@ def test_unet_in_float16(own: bool) -> None:
     assert types["sample"] == types["encoder_hidden_states"] == ir.DataType.FLOAT16
     assert types["timestep"] == ir.DataType.FLOAT
     domains = {node.domain for node in model.graph}
-    assert (SDONNX_DOMAIN in domains) == own
+    assert (OUR_DOMAIN in domains) == own
     assert "com.microsoft" in domains
     sample, text = torch.randn(2, 4, 12, 10), torch.randn(2, 7, TEXT_WIDTH)
     sample, text = sample.half().float(), text.half().float()

@@ -36,7 +36,7 @@ from sdonnx.doctor.gpu import cuda_libraries
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
 from sdonnx.folder.cache_root import cache_folder
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS, SDONNX_KERNEL_CASES
+from sdonnx.operators.operator_table import OUR_CONTRACTS, OUR_KERNEL_CASES
 from sdonnx.quantization.quantization_types import TYPES
 
 NORMS = ("LayerNorm", "SkipLayerNorm")
@@ -60,7 +60,7 @@ def first_cases(*operators: str) -> list[str]:
 def test_all_kernels_are_correct_and_checked_once(gpu: EmulatedGpu, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sdonnx"):
         assert found(gpu, None, formats=("e4m3", "e5m2", "int8")) == []
-    assert sorted(gpu.ran) == sorted(first_cases(*SDONNX_CONTRACTS))
+    assert sorted(gpu.ran) == sorted(first_cases(*OUR_CONTRACTS))
     (line,) = caplog.messages
     assert line == f"checking our own kernels on NVIDIA A10 once: {len(gpu.ran)} cases"
     count = len(gpu.ran)
@@ -221,14 +221,14 @@ def test_types_have_formats_of_activations() -> None:
         formats = formats_of_types([name])
         assert (kind.activations is None) == (not formats)
         assert kind.activations is None or kind.activations.name in formats
-    cases = [case for case in SDONNX_KERNEL_CASES if case.op_type in EIGHT_BIT_OPERATORS]
+    cases = [case for case in OUR_KERNEL_CASES if case.op_type in EIGHT_BIT_OPERATORS]
     assert all(any(each in case.name for each in ("e4m3", "e5m2", "int8")) for case in cases)
 
 
 def test_operators_of_8_bits_are_those_with_patterns() -> None:
     with_patterns = {
         name
-        for name, contract in SDONNX_CONTRACTS.items()
+        for name, contract in OUR_CONTRACTS.items()
         if any("uint8" in case.integers.values() for case in contract.kernel_cases())
         or any(dtype == ir.DataType.UINT8 for dtype, _ in contract.other_outputs.values())
     }

@@ -27,8 +27,8 @@ from sdonnx.operators.operator_table import (
     CONTRACTS,
     DTYPES,
     KERNEL_CASES,
-    SDONNX_CONTRACTS,
-    SDONNX_KERNEL_CASES,
+    OUR_CONTRACTS,
+    OUR_KERNEL_CASES,
     dtypes_of,
 )
 
@@ -36,14 +36,14 @@ from sdonnx.operators.operator_table import (
 def test_the_file_is_up_to_date() -> None:
     """If not, run python scripts/write_kernel_cases.py."""
     assert KERNEL_CASES_FILE.read_text(encoding="utf-8") == kernel_case_file(flags_by_operator())
-    assert OWN_KERNEL_CASES_FILE.read_text(encoding="utf-8") == kernel_case_file({}, SDONNX_KERNEL_CASES)
+    assert OWN_KERNEL_CASES_FILE.read_text(encoding="utf-8") == kernel_case_file({}, OUR_KERNEL_CASES)
 
 
 def test_the_file_of_our_own_operators_holds_the_small_cases() -> None:
     held = {(check.case.op_type, check.case.name) for check in OWN_CASE_SET.checks}
-    assert held == {(case.op_type, case.name) for case in SDONNX_KERNEL_CASES if is_small(case)}
+    assert held == {(case.op_type, case.name) for case in OUR_KERNEL_CASES if is_small(case)}
     first = {(check.case.op_type, check.case.name) for check in OWN_CASE_SET.checks if check.first_use}
-    assert first == {(name, each) for name, contract in SDONNX_CONTRACTS.items() for each in contract.first_use}
+    assert first == {(name, each) for name, contract in OUR_CONTRACTS.items() for each in contract.first_use}
     assert all(list(check.kernels) == ["float16"] for check in OWN_CASE_SET.checks)
 
 

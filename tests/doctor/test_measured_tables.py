@@ -10,7 +10,7 @@ import pytest
 
 from sdonnx.doctor.check_kernels import ATTENTION, BACKENDS
 from sdonnx.doctor.kernel_library import KNOWN_FAULTS, OPERATORS, TRUSTED, is_trusted, sdpa_kernel
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS
+from sdonnx.operators.operator_table import OUR_CONTRACTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def test_trust_was_earned_by_a_whole_check(row: tuple[tuple[int, int], int]) -> 
     assert (found["full"], found["faults"], found.get("unavailable", [])) == (True, [], [])
     assert found["checked"] == sum(line["correct"] for line in found["summary"])
     if row[1] == OPERATORS:
-        assert {line["name"] for line in found["summary"]} == SDONNX_CONTRACTS.keys()
+        assert {line["name"] for line in found["summary"]} == OUR_CONTRACTS.keys()
 
 
 def test_this_release_is_trusted_somewhere() -> None:

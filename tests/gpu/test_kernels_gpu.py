@@ -26,18 +26,18 @@ from sdonnx.doctor.kernel_library import usable_library
 from sdonnx.metrics import output_error, relative_error
 from sdonnx.operators.kernel_case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS, SDONNX_KERNEL_CASES, contract_of_case
+from sdonnx.operators.operator_table import OUR_CONTRACTS, OUR_KERNEL_CASES, contract_of_case
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import BufferPart, Graph, Run, SessionSettings
 
-FIRST_USE = [case for case in SDONNX_KERNEL_CASES if case.name in SDONNX_CONTRACTS[case.op_type].first_use]
+FIRST_USE = [case for case in OUR_KERNEL_CASES if case.name in OUR_CONTRACTS[case.op_type].first_use]
 REFUSED = [
-    case for op_type in SDONNX_CONTRACTS for case in sdonnx_operator_test(op_type).refused if case.op_type == op_type
+    case for op_type in OUR_CONTRACTS for case in sdonnx_operator_test(op_type).refused if case.op_type == op_type
 ]
 SCALED_FILLS = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}
 ROWS_TOLERANCE = 3e-3  # a sum in another order moves few numbers to their neighbors, an eighth or a quarter away
-CAPTURED = [case for case in SDONNX_KERNEL_CASES if " 0 rows" not in case.name]
+CAPTURED = [case for case in OUR_KERNEL_CASES if " 0 rows" not in case.name]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def check(found: Sequence[Array], case: KernelCase, inputs: Sequence[Array | Non
     assert error < tolerance, (str(case), error)
 
 
-@pytest.mark.parametrize("case", SDONNX_KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("case", OUR_KERNEL_CASES, ids=str)
 def test_kernel_agrees_with_the_reference_body(case: KernelCase, library: Path, note: Any) -> None:
     inputs = inputs_of(case)
     check(kernel_results(case, inputs, library), case, inputs, "own kernels", note)
@@ -178,7 +178,7 @@ def test_kernel_refuses_cases_that_the_contract_refuses(case: KernelCase, librar
         kernel_results(case, case.make_inputs(), library)
 
 
-@pytest.mark.parametrize("op_type", sorted(SDONNX_CONTRACTS.keys() - {"SamplerInput", "SamplerStep"}))
+@pytest.mark.parametrize("op_type", sorted(OUR_CONTRACTS.keys() - {"SamplerInput", "SamplerStep"}))
 @pytest.mark.parametrize("batch", [1, 2, 3, 16, 32])
 def test_batches(op_type: str, batch: int, library: Path, note: Any) -> None:
     """Sizes of Stable Diffusion 1.5 at 512x512, at its innermost blocks, with odd heights; attention as in PixArt."""

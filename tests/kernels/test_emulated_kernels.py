@@ -20,13 +20,13 @@ from support.operator_tests import feeds_of, lowered_results, model_bytes
 from sdonnx.metrics import output_error
 from sdonnx.operators.kernel_case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS, SDONNX_KERNEL_CASES, contract_of_case
+from sdonnx.operators.operator_table import OUR_CONTRACTS, OUR_KERNEL_CASES, contract_of_case
 
 CAPABILITY, ORDER = "SDONNX_EMULATED_CAPABILITY", "SDONNX_EMULATED_ORDER"
 
-FIRST_USE = [case for case in SDONNX_KERNEL_CASES if case.name in SDONNX_CONTRACTS[case.op_type].first_use]
-GROUP_NORMS = [case for case in SDONNX_KERNEL_CASES if case.op_type == "GroupNorm"]
-ROUNDS = [case for case in SDONNX_KERNEL_CASES if case.op_type == "Attention" and case.name.endswith("N=4 2x150x16")]
+FIRST_USE = [case for case in OUR_KERNEL_CASES if case.name in OUR_CONTRACTS[case.op_type].first_use]
+GROUP_NORMS = [case for case in OUR_KERNEL_CASES if case.op_type == "GroupNorm"]
+ROUNDS = [case for case in OUR_KERNEL_CASES if case.op_type == "Attention" and case.name.endswith("N=4 2x150x16")]
 
 
 def session(case: KernelCase) -> tuple[onnxruntime.InferenceSession, dict[str, Array], Sequence[Array | None]]:
@@ -59,7 +59,7 @@ def assert_agrees(case: KernelCase) -> None:
     assert error_of(opened.run(None, feeds), lowered_results(case, inputs)) < TOLERANCE["float16"]
 
 
-@pytest.mark.parametrize("case", SDONNX_KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("case", OUR_KERNEL_CASES, ids=str)
 def test_kernel_agrees_with_the_reference_body(case: KernelCase) -> None:
     assert_agrees(case)
 
@@ -96,13 +96,13 @@ def test_order_of_threads_does_not_change_a_byte(
 
 
 # Products and convolutions are computed by loops here, and by libraries on a GPU.
-OWN_CODE = sorted(SDONNX_CONTRACTS.keys() - {"MatMul", "StackedMatMul", "ChannelsLastConv"})
+OWN_CODE = sorted(OUR_CONTRACTS.keys() - {"MatMul", "StackedMatMul", "ChannelsLastConv"})
 
 
 @pytest.mark.parametrize("op_type", OWN_CODE)
 def test_unaligned_tensors(op_type: str) -> None:
     """Buffers of the caller may begin at any element: the vectors of eight numbers are then read one by one."""
-    case = next(case for case in SDONNX_KERNEL_CASES if case.op_type == op_type)
+    case = next(case for case in OUR_KERNEL_CASES if case.op_type == op_type)
     opened, feeds, _ = session(case)
     expected = opened.run(None, feeds)
     binding = opened.io_binding()
@@ -234,7 +234,7 @@ def first_of_32(array: Array, batch: int) -> Array:
     return array.take(range(batch), array.shape.index(32)) if 32 in array.shape else array
 
 
-@pytest.mark.parametrize("op_type", sorted(SDONNX_CONTRACTS.keys() - {"SamplerInput", "SamplerStep"}))
+@pytest.mark.parametrize("op_type", sorted(OUR_CONTRACTS.keys() - {"SamplerInput", "SamplerStep"}))
 def test_batches_of_1_to_32_are_computed_image_by_image(op_type: str) -> None:
     """Launches depend on the size of the batch, results of an image do not."""
     shapes: dict[str, list[tuple[int, ...]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.kernel_library import SOURCES, emulated_library
 
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS
+from sdonnx.operators.operator_table import OUR_CONTRACTS
 
 # What is wrong, the file, the text, and the text in its place. Each text occurs once.
 FAULTS = {
@@ -136,7 +136,7 @@ def built(folder: Path, file: str, right: str = "", wrong: str = "") -> tuple[Pa
         for function, _ in names:
             assert text.count(f"Operator({function}()),") == 1
             text = text.replace(f"Operator({function}()),", "")
-    assert set(operators) <= SDONNX_CONTRACTS.keys()
+    assert set(operators) <= OUR_CONTRACTS.keys()
     library.write_text(text, encoding="utf-8")
     if right:
         text = changed.read_text(encoding="utf-8")

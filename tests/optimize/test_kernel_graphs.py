@@ -23,7 +23,7 @@ from sdonnx.folder.folder_version import command_for
 from sdonnx.folder.pipeline_folder import hash_file
 from sdonnx.metrics import relative_error
 from sdonnx.models import abi
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array
+from sdonnx.operators.kernel_case import OUR_DOMAIN, Array
 from sdonnx.operators.operator_table import LowerContribOperators
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.runtime.device.device import Device
@@ -72,8 +72,8 @@ def test_second_form_is_next_to_the_first_and_reads_its_weights(own: Path, plain
         "text_encoder/text-kernels.onnx",
     }
     for second, first in pairs.items():
-        assert SDONNX_DOMAIN in domains(second)
-        assert SDONNX_DOMAIN not in domains(first)
+        assert OUR_DOMAIN in domains(second)
+        assert OUR_DOMAIN not in domains(first)
         assert first.read_bytes() == (plain / first.relative_to(own)).read_bytes()
         files = {
             tensor.location
@@ -111,10 +111,10 @@ def test_explain_shows_the_replacements(own: Path) -> None:
     }  # fmt: skip
     model = ir.load(own / "unet" / "step-kernels.onnx")
     # A StackedMatMul comes with the attention that reads it.
-    in_step = sum(node.domain == SDONNX_DOMAIN and node.op_type != "StackedMatMul" for node in model.graph)
+    in_step = sum(node.domain == OUR_DOMAIN and node.op_type != "StackedMatMul" for node in model.graph)
     precompute = own / "unet" / "precompute-kernels.onnx"
     if precompute.is_file():
-        in_step += sum(node.domain == SDONNX_DOMAIN for node in ir.load(precompute).graph)
+        in_step += sum(node.domain == OUR_DOMAIN for node in ir.load(precompute).graph)
     assert in_step == sum(fired.values())
 
 
@@ -162,7 +162,7 @@ def step_feeds(step: onnxruntime.InferenceSession, precompute: onnxruntime.Infer
 def lowered(path: Path, folder: Path, library: Path | None) -> onnxruntime.InferenceSession:
     """Return a graph for the CPU: ONNX Runtime's CUDA operators are lowered, ours are emulated."""
     model = ir.load(path)
-    LowerContribOperators(keep=lambda node: library is not None and node.domain == SDONNX_DOMAIN)(model)
+    LowerContribOperators(keep=lambda node: library is not None and node.domain == OUR_DOMAIN)(model)
     model.graph.sort()
     out = folder / path.name
     ir.save(model, out, external_data=f"{path.name}.data")

@@ -25,7 +25,7 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.graph.edit import tensor_of
 from sdonnx.graph.tensors import read
 from sdonnx.metrics import relative_error
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.optimize.optimizer import optimize_folder
 from sdonnx.quantization.quantization_config import QuantizationConfig
 from sdonnx.runtime.device.device import Device
@@ -178,7 +178,7 @@ def test_served_graphs_read_the_stored_weights(int8_half: Path) -> None:
         readers = {
             use.node.domain for node in restored for use in node.outputs[0].uses() if use.node.op_type == "MatMul"
         }
-        assert (SDONNX_DOMAIN in readers) == (file != "step.onnx")
+        assert (OUR_DOMAIN in readers) == (file != "step.onnx")
 
 
 def test_folders_are_equal_to_the_last_byte(int8: Path, micro_exported: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from sdonnx.metrics import relative_error
 from sdonnx.operators.kernel_case import TOLERANCE, Array, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import (
-    SDONNX_CONTRACTS,
+    OUR_CONTRACTS,
     LowerContribOperators,
     contract_of,
     contract_of_case,
@@ -52,7 +52,7 @@ def operator_test(op_type: str) -> OperatorTest:
 
 def sdonnx_operator_test(op_type: str) -> OperatorTest:
     """Return the test data of one of our own operators, of the test file that mirrors its contract's file."""
-    family = SDONNX_CONTRACTS[op_type].lower.__module__.rpartition(".")[2]
+    family = OUR_CONTRACTS[op_type].lower.__module__.rpartition(".")[2]
     found = importlib.import_module(f"operators.sdonnx_domain.test_{family}").OPERATOR_TESTS[op_type]
     assert isinstance(found, OperatorTest)
     return found

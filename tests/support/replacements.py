@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.graph.match import MatchFailure
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.operator_table import contract_of
 from support.graphs import copied, feeds_for, interface, relative_error, run, text_of
 
@@ -20,7 +20,7 @@ def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e
     outcome = use_kernels(after, latent_size)
     assert interface(after) == interface(model)
     for node in after.graph:
-        if node.domain == SDONNX_DOMAIN:
+        if node.domain == OUR_DOMAIN:
             contract = contract_of(node)
             assert contract is not None
             assert contract.check(node) is None
@@ -36,7 +36,7 @@ def swapped(model: ir.Model, latent_size: int | None = 64, tolerance: float = 4e
 
 
 def own(model: ir.Model) -> list[str]:
-    return [node.op_type for node in model.graph if node.domain == SDONNX_DOMAIN]
+    return [node.op_type for node in model.graph if node.domain == OUR_DOMAIN]
 
 
 def failures(model: ir.Model, latent_size: int | None = 64) -> tuple[MatchFailure, ...]:

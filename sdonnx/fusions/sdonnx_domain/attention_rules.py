@@ -28,7 +28,7 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, has_one_reader, producer_of, same_dims
 from sdonnx.graph.tensors import stacked_tensor
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.multi_head_attention import KEY_COUNTS
 from sdonnx.operators.sdonnx_domain.attention import check_attention, check_heads
 from sdonnx.operators.sdonnx_domain.matmul import check_stacked_mat_mul
@@ -128,7 +128,7 @@ def _stacked_self_attention(node: ir.Node, heads: int, scale: float) -> WalkResu
         return Refused(reason)
     stack = add_initializer(graph_of(node), f"{weights[0].name}.and_2_more", tensor)
     shape = ir.Shape([3, *known_dims(x)[:2], known_dims(weights[0])[1]])
-    qkv = insert(node, "StackedMatMul", [x, stack], domain=SDONNX_DOMAIN, shape=shape, dtype=old.dtype)
+    qkv = insert(node, "StackedMatMul", [x, stack], domain=OUR_DOMAIN, shape=shape, dtype=old.dtype)
     replace_by(node, [old], "SelfAttention", [qkv], {"num_heads": heads, "scale": scale})
     return REWRITTEN
 

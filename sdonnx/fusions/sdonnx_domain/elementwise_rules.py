@@ -13,7 +13,7 @@ from sdonnx.fusions.sdonnx_domain.replacement import replace_by, without_absent
 from sdonnx.graph.edit import constant_value, dims, input_of, known_dims, optional_input
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult
 from sdonnx.graph.shapes.expressions import expression_of, halved
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.elementwise import (
     check_bias_split_gelu,
     check_concat_channels,
@@ -32,7 +32,7 @@ class GegluToOwnBiasSplitGelu(GegluToBiasSplitGelu):
         return check_bias_split_gelu(x, bias)
 
     def rewrite(self, op: Any, x: ir.Value, bias: ir.Value, **_: Any) -> Any:
-        return op.BiasSplitGelu(x, bias, _domain=SDONNX_DOMAIN)
+        return op.BiasSplitGelu(x, bias, _domain=OUR_DOMAIN)
 
 
 def bias_split_gelu(node: ir.Node, _: object) -> WalkResult:

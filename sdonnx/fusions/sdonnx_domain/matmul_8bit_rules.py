@@ -30,7 +30,7 @@ from sdonnx.graph.edit import (
 )
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, has_one_reader, producer_of, same_shape
 from sdonnx.graph.tensors import read, stacked_tensor
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.attention import check_heads
 from sdonnx.operators.sdonnx_domain.matmul_8bit import check_scaled_mat_mul
 from sdonnx.operators.sdonnx_domain.quantized_rows import check_rows
@@ -67,7 +67,7 @@ def scaled_matmul(
     bits = graph.initializers.get(name) or add_initializer(graph, name, _as_bits(tensor_of(stored)))
     inputs = without_absent(q, scales, bits, _column_scales(node, matmul), bias, residual)
     attributes = {"x_format": int(rows.number_format), "w_format": int(matmul.number_format), "gelu": gelu}
-    return insert(node, "ScaledMatMul", inputs, attributes, domain=SDONNX_DOMAIN, shape=like.shape, dtype=like.dtype)
+    return insert(node, "ScaledMatMul", inputs, attributes, domain=OUR_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
 def scaled_skip_layer_norm(node: ir.Node, _: object) -> WalkResult:
@@ -133,7 +133,7 @@ def _quantized(node: ir.Node, rows: RoundedRows) -> tuple[ir.Value, ir.Value]:
     scales = [] if rows.scale is None else [rows.scale]
     for use in rows.source.uses():
         other = use.node
-        is_same = (other.domain, other.op_type, use.idx) == (SDONNX_DOMAIN, "QuantizeRows", 0)
+        is_same = (other.domain, other.op_type, use.idx) == (OUR_DOMAIN, "QuantizeRows", 0)
         if is_same and other.attributes.get_int("format") == rows.number_format and list(other.inputs[1:]) == scales:
             return other.outputs[0], other.outputs[1]
     shape = dims(rows.source) or ()
@@ -144,7 +144,7 @@ def _quantized(node: ir.Node, rows: RoundedRows) -> tuple[ir.Value, ir.Value]:
         [rows.source, *scales],
         attributes,
         2,
-        domain=SDONNX_DOMAIN,
+        domain=OUR_DOMAIN,
         shapes=[shape, [*shape[:-1], 1]],
     )
     q.type, factors.type = ir.TensorType(_UINT8), ir.TensorType(_FLOAT)

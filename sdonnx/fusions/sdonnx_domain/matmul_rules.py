@@ -23,7 +23,7 @@ from sdonnx.graph.match import (
     producer_of,
     same_shape,
 )
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.matmul import check_mat_mul
 
 __all__ = ["bias_add", "fast_gelu", "gemm", "mat_mul", "sum_with_bias"]
@@ -147,7 +147,7 @@ def _inserted(node: ir.Node, matmul: ir.Node, like: ir.Value, epilogue: _Epilogu
     if (reason := check_mat_mul(x, weight, bias)) is not None:
         return Refused(reason)
     inputs = without_absent(x, weight, bias, residual)
-    return insert(node, "MatMul", inputs, {"gelu": gelu}, domain=SDONNX_DOMAIN, shape=like.shape, dtype=like.dtype)
+    return insert(node, "MatMul", inputs, {"gelu": gelu}, domain=OUR_DOMAIN, shape=like.shape, dtype=like.dtype)
 
 
 def _inside(value: ir.Value | None, reshape: ir.Node) -> ir.Value | None:

@@ -29,7 +29,7 @@ from sdonnx.graph.match import (
     producer_of,
     same_shape,
 )
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.norms import (
     check_group_norm,
     check_layer_norm,
@@ -101,7 +101,7 @@ def _norm_of_copies(node: ir.Node) -> WalkResult:
 def _put_skip_layer_norm(node: ir.Node, inputs: Sequence[ir.Value | None]) -> None:
     shape = None if inputs[0] is None else inputs[0].shape
     attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-12)}
-    outputs = insert_multi(node, "SkipLayerNorm", inputs, attributes, 2, domain=SDONNX_DOMAIN, shapes=[shape, shape])
+    outputs = insert_multi(node, "SkipLayerNorm", inputs, attributes, 2, domain=OUR_DOMAIN, shapes=[shape, shape])
     replace(node.outputs[0], outputs[0])
     if len(node.outputs) > 3:
         replace(node.outputs[3], outputs[1])

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from sdonnx.fusions.sdonnx_domain.replacement import replace_by, without_absent
 from sdonnx.graph.edit import graph_of, input_of, insert, optional_input, replace, required, static_dim
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, Refused, WalkResult, ancestors, has_one_reader
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.operators.sdonnx_domain.matmul_8bit import check_scaled_mat_mul
 from sdonnx.operators.sdonnx_domain.quantized_rows import check_rows
@@ -24,7 +24,7 @@ def rows_of_source(node: ir.Node, _: object) -> WalkResult:
     """QuantizeRows(LayerNorm(x)) -> LayerNormRows(x); QuantizeRows(BiasSplitGelu(x)) -> SplitGeluRows(x)."""
     source = input_of(node, 0)
     maker, scale = source.producer(), optional_input(node, 1)
-    if maker is None or maker.domain != SDONNX_DOMAIN or not has_one_reader(source):
+    if maker is None or maker.domain != OUR_DOMAIN or not has_one_reader(source):
         return NOT_A_CANDIDATE
     if maker.op_type not in ("LayerNorm", "BiasSplitGelu"):
         return NOT_A_CANDIDATE
@@ -47,7 +47,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
     """
     total = input_of(node, 0)
     matmul = total.producer()
-    if matmul is None or (matmul.domain, matmul.op_type) != (SDONNX_DOMAIN, "ScaledMatMul"):
+    if matmul is None or (matmul.domain, matmul.op_type) != (OUR_DOMAIN, "ScaledMatMul"):
         return NOT_A_CANDIDATE
     q, x_scales, weight, w_scales, bias, residual = (optional_input(matmul, index) for index in range(6))
     formats = [EightBits(matmul.attributes.get_int(name, 0)) for name in ("x_format", "w_format")]
@@ -65,7 +65,7 @@ def rows_of_sum(node: ir.Node, _: object) -> WalkResult:
         "exponent": exponent,
     }
     plain = insert(
-        matmul, "ScaledMatMul", [q, None, weight], attributes, domain=SDONNX_DOMAIN, shape=total.shape, dtype=_HALF
+        matmul, "ScaledMatMul", [q, None, weight], attributes, domain=OUR_DOMAIN, shape=total.shape, dtype=_HALF
     )
     inputs = without_absent(plain, x_scales, w_scales, bias, residual, gamma, beta, scale)
     attributes = {"format": node.attributes.get_int("format", 0), "exponent": exponent}
@@ -81,7 +81,7 @@ def _bias_moves(maker: ir.Node) -> bool:
     """Let the matmul before a BiasSplitGelu add its bias, in the epilogue of cuBLASLt; return whether it does."""
     value, bias = input_of(maker, 0), optional_input(maker, 1)
     matmul = value.producer()
-    is_own = matmul is not None and (matmul.domain, matmul.op_type) == (SDONNX_DOMAIN, "ScaledMatMul")
+    is_own = matmul is not None and (matmul.domain, matmul.op_type) == (OUR_DOMAIN, "ScaledMatMul")
     if matmul is None or not is_own or bias is None or not has_one_reader(value):
         return False
     attributes = {name: matmul.attributes.get_int(name) for name in ("x_format", "w_format", "gelu")}
@@ -89,7 +89,7 @@ def _bias_moves(maker: ir.Node) -> bool:
         return False
     if check_scaled_mat_mul(input_of(matmul, 2), bias) is not None:
         return False
-    inputs, domain = [*matmul.inputs[:4], bias], SDONNX_DOMAIN
+    inputs, domain = [*matmul.inputs[:4], bias], OUR_DOMAIN
     total = insert(matmul, "ScaledMatMul", inputs, attributes, domain=domain, shape=value.shape, dtype=value.dtype)
     replace(value, total)
     return True

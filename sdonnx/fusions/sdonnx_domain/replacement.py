@@ -12,7 +12,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import Dim, insert_multi, replace, required
 from sdonnx.graph.match import WalkResult
 from sdonnx.graph.shapes.expressions import expression_of
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 
 __all__ = ["DefaultImage", "Replacement", "Rewrite", "both_orders", "is_read", "replace_by", "without_absent"]
 
@@ -73,7 +73,7 @@ def replace_by(
 ) -> None:
     """Replace values by the outputs of one of our own operators, which is inserted before a node."""
     shapes = [value.shape for value in old]
-    made = insert_multi(anchor, op_type, inputs, attributes, len(old), domain=SDONNX_DOMAIN, shapes=shapes)
+    made = insert_multi(anchor, op_type, inputs, attributes, len(old), domain=OUR_DOMAIN, shapes=shapes)
     for before, after in zip(old, made, strict=True):
         if before.type is not None:
             after.type = before.type

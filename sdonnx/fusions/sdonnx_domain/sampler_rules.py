@@ -14,7 +14,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
 from sdonnx.graph.match import MatchFailure, ancestors, match_failure, producer_of
 from sdonnx.models import abi
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
 from sdonnx.operators.sdonnx_domain.sampler import check_sampler_input, check_sampler_step
 from sdonnx.samplers.plans import HEADER, matrix_start
@@ -61,7 +61,7 @@ def use_sampler_kernels(model: ir.Model) -> tuple[dict[str, int], list[MatchFail
         return {}, []
     new_state = outputs[abi.NEW_STATE]
     node = new_state.producer()
-    if node is None or node.domain == SDONNX_DOMAIN:
+    if node is None or node.domain == OUR_DOMAIN:
         return {}, []
     try:
         step = _find(inputs, outputs)
@@ -158,7 +158,7 @@ def _rewrite(step: _Step, inputs: Mapping[str, ir.Value], outputs: Mapping[str, 
         [inputs[abi.STATE], inputs[abi.PARAMETERS], inputs[abi.STEP_INDEX]],
         {"channels_last": int(channels_last)},
         2,
-        domain=SDONNX_DOMAIN,
+        domain=OUR_DOMAIN,
         shapes=[shape, [1, *(dims(inputs[abi.PARAMETERS]) or ())[1:]]],
     )
     new_sample.type = sample.type
@@ -178,7 +178,7 @@ def _rewrite(step: _Step, inputs: Mapping[str, ir.Value], outputs: Mapping[str, 
         _step_inputs(step, prediction, inputs, new_row),
         {"channels_last": int(is_last)},
         2,
-        domain=SDONNX_DOMAIN,
+        domain=OUR_DOMAIN,
         shapes=[new_state.shape, next_index.shape],
     )
     results[0].type, results[1].type = new_state.type, next_index.type

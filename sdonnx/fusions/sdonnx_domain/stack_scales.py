@@ -22,7 +22,7 @@ from sdonnx.graph.edit import (
     required,
 )
 from sdonnx.graph.match import producer_of
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 
 __all__ = ["stack_scales"]
 
@@ -55,7 +55,7 @@ def _behind_scaled_matmuls(graph: ir.Graph) -> set[ir.Value | None]:
     """Return the values that depend on the result of a ScaledMatMul."""
     found: set[ir.Value | None] = set()
     for node in graph:
-        if (node.domain, node.op_type) == (SDONNX_DOMAIN, "ScaledMatMul") or not found.isdisjoint(node.inputs):
+        if (node.domain, node.op_type) == (OUR_DOMAIN, "ScaledMatMul") or not found.isdisjoint(node.inputs):
             found.update(node.outputs)
     return found
 
@@ -63,7 +63,7 @@ def _behind_scaled_matmuls(graph: ir.Graph) -> set[ir.Value | None]:
 def _gated_scales(graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the products of two vectors that were cast to float32 and are the scales of columns."""
     for node in graph:
-        is_scaled = (node.domain, node.op_type) == (SDONNX_DOMAIN, "ScaledMatMul")
+        is_scaled = (node.domain, node.op_type) == (OUR_DOMAIN, "ScaledMatMul")
         value = producer_of(optional_input(node, 3), "Mul") if is_scaled else None
         if value is not None and all(producer_of(each, "Cast") is not None for each in value.inputs):
             yield value

@@ -31,7 +31,7 @@ from sdonnx.fusions.sdonnx_domain.stack_scales import stack_scales
 from sdonnx.graph.edit import MICROSOFT, dims
 from sdonnx.graph.match import REWRITTEN, MatchFailure, PassOutcome, Refused, apply_rules, match_failure
 from sdonnx.graph.passes import tidy
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 
 __all__ = ["KERNELS", "KERNEL_STAGE", "RULES", "default_sizes", "use_kernels"]
 
@@ -98,13 +98,13 @@ _STAGES: tuple[_Replacements, ...] = (
         (MICROSOFT, "NhwcConv"): Replacement("ChannelsLastConv", channels_last_conv),
     },
     # The rounding of what our own norms and gates compute, after these have replaced the others.
-    {(SDONNX_DOMAIN, "QuantizeRows"): Replacement("Rows", rows_of_source)},
+    {(OUR_DOMAIN, "QuantizeRows"): Replacement("Rows", rows_of_source)},
 )
 """Each goes through the whole graph before the next one begins."""
 
 _SUMS: _Replacements = {
-    (SDONNX_DOMAIN, "QuantizeRows"): Replacement("SumRows", rows_of_sum),
-    (SDONNX_DOMAIN, "LayerNormRows"): Replacement("SumRows", rows_of_sum),
+    (OUR_DOMAIN, "QuantizeRows"): Replacement("SumRows", rows_of_sum),
+    (OUR_DOMAIN, "LayerNormRows"): Replacement("SumRows", rows_of_sum),
 }
 """The rounding of sums of a matmul and a residual. It moves scales of matmuls, so that it follows `stack_scales`."""
 
@@ -138,7 +138,7 @@ def use_kernels(model: ir.Model, latent_size: int | None = None, patch_size: int
         fired.update(made)
         failures += refused
         if any(fired.values()):
-            model.graph.opset_imports[SDONNX_DOMAIN] = 1
+            model.graph.opset_imports[OUR_DOMAIN] = 1
             tidy(model)
     if (count := stack_scales(model)) > 0:
         fired[stack_scales.__name__] = count

@@ -12,7 +12,7 @@ from support.replacements import own, swapped
 
 from sdonnx.fusions.sdonnx_domain.attention_rules import order_weights
 from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 
 FIRED = {"MultiHeadAttentionToOwnSelfAttention": 1}
 PRODUCTS = "q = MatMul(x, a) k = MatMul(x, b) v = MatMul(x, c)"
@@ -124,7 +124,7 @@ def test_scattered_weights_are_refused_until_they_are_ordered(tmp_path: Path) ->
         assert list(model.graph.initializers) == ["a", "b", "c", "u"]
     loaded = stored(tmp_path, model)
     assert use_kernels(loaded, 64).fired == FIRED
-    assert {node.op_type for node in loaded.graph if node.domain == SDONNX_DOMAIN} == {"StackedMatMul", "SelfAttention"}
+    assert {node.op_type for node in loaded.graph if node.domain == OUR_DOMAIN} == {"StackedMatMul", "SelfAttention"}
 
 
 def test_weights_that_two_attentions_share_are_placed_once() -> None:

@@ -29,7 +29,7 @@ from sdonnx.fusions.sdonnx_domain.attention_rules import order_weights
 from sdonnx.fusions.sdonnx_domain.use_kernels import use_kernels
 from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.operator_table import contract_of
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.quantization.quantization_config import QuantizationPolicy
@@ -86,7 +86,7 @@ def swapped(model: ir.Model, tolerance: float = 2e-3) -> tuple[ir.Model, dict[st
     outcome = use_kernels(after, 64)
     assert interface(after) == interface(model)
     for node in after.graph:
-        if node.domain == SDONNX_DOMAIN:
+        if node.domain == OUR_DOMAIN:
             contract = contract_of(node)
             assert contract is not None
             assert contract.check(node) is None

@@ -14,7 +14,7 @@ from sdonnx.fusions.sdonnx_domain.sampler_rules import SAMPLER_RULES, use_sample
 from sdonnx.graph.edit import insert
 from sdonnx.graph.passes import tidy
 from sdonnx.models import abi
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
+from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.samplers.plans import matrix_start
 
 LAST = "a = Transpose<perm=[0,2,3,1]>(sample) b = Mul(a, w) out_sample = Transpose<perm=[0,3,1,2]>(b)"
@@ -70,12 +70,10 @@ def test_every_bit_stays(name: str, copies: int, is_single: bool) -> None:
         drop_copies(model)
     after = copied(model)
     assert use_sampler_kernels(after) == (dict.fromkeys(SAMPLER_RULES, 1), [])
-    after.graph.opset_imports[SDONNX_DOMAIN] = 1
+    after.graph.opset_imports[OUR_DOMAIN] = 1
     tidy(after)
     assert interface(after) == interface(model)
-    own = {
-        node.op_type: node.attributes.get_int("channels_last") for node in after.graph if node.domain == SDONNX_DOMAIN
-    }
+    own = {node.op_type: node.attributes.get_int("channels_last") for node in after.graph if node.domain == OUR_DOMAIN}
     # Where the copies of an image are made first, only the prediction is transposed.
     assert own == {"SamplerInput": int(is_single), "SamplerStep": int(name == "channels last")}
     left = {node.op_type for node in after.graph if not node.domain}
@@ -99,7 +97,7 @@ def test_state_and_index_may_be_overwritten() -> None:
     values = inputs(2)
     reference = run(session(model), values)
     use_sampler_kernels(model)
-    model.graph.opset_imports[SDONNX_DOMAIN] = 1
+    model.graph.opset_imports[OUR_DOMAIN] = 1
     tidy(model)
     opened = session(model)
     binding, held = opened.io_binding(), {value.name: values[value.name].copy() for value in opened.get_inputs()}

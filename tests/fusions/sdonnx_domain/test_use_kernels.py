@@ -15,8 +15,8 @@ from support.steps import step_around
 
 from sdonnx.fusions.sdonnx_domain.attention_rules import MAX_TOKENS, MIN_TOKENS
 from sdonnx.fusions.sdonnx_domain.use_kernels import RULES, use_kernels
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS
+from sdonnx.operators.kernel_case import OUR_DOMAIN
+from sdonnx.operators.operator_table import OUR_CONTRACTS
 from sdonnx.operators.sdonnx_domain.attention import HEAD_SIZES
 
 GROUP_NORM = "com.microsoft.GroupNorm<groups=8, epsilon=0.001, channels_last=1, activation=1>"
@@ -38,7 +38,7 @@ def test_layer_norm() -> None:
     assert fired == {"LayerNormalizationToOwnLayerNorm": 1}
     (node,) = after.graph
     assert node.attributes.get_float("epsilon") == pytest.approx(1e-3)
-    assert after.graph.opset_imports[SDONNX_DOMAIN] == 1
+    assert after.graph.opset_imports[OUR_DOMAIN] == 1
 
 
 def test_layer_norm_without_a_shift_and_with_another_name_of_the_last_axis() -> None:
@@ -61,8 +61,8 @@ def test_gate_before_a_norm(terms: str, outputs: str, scaling: str) -> None:
     after, fired = swapped(model)
     assert fired == {"SkipLayerNormalizationToOwnSkipLayerNorm": 1, "MatMulToOwnMatMul": 1}
     assert [(node.domain, node.op_type) for node in after.graph] == [
-        (SDONNX_DOMAIN, "MatMul"),
-        (SDONNX_DOMAIN, "SkipLayerNorm"),
+        (OUR_DOMAIN, "MatMul"),
+        (OUR_DOMAIN, "SkipLayerNorm"),
     ]
     assert after.graph[1].attributes.get_float("epsilon") == pytest.approx(1e-3)
 
@@ -349,7 +349,7 @@ def test_everything_at_once() -> None:
     )  # fmt: skip
     after, _ = swapped(model)
     assert [(node.domain, node.op_type) for node in after.graph] == [
-        (SDONNX_DOMAIN, op_type) for op_type in ("LayerNorm", "MatMul", "BiasSplitGelu", "MatMul")
+        (OUR_DOMAIN, op_type) for op_type in ("LayerNorm", "MatMul", "BiasSplitGelu", "MatMul")
     ]
 
 
@@ -500,7 +500,7 @@ def test_every_operator_is_emitted() -> None:
         )
         if use_kernels(model).fired
         for node in model.graph
-        if node.domain == SDONNX_DOMAIN
+        if node.domain == OUR_DOMAIN
     }
     for_8_bits = {
         "QuantizeRows",
@@ -509,15 +509,15 @@ def test_every_operator_is_emitted() -> None:
         "SumRows",
         "ScaledMatMul",
     }  # test_matmul_8bit_rules.py
-    assert emitted == SDONNX_CONTRACTS.keys() - for_8_bits
+    assert emitted == OUR_CONTRACTS.keys() - for_8_bits
 
 
 def test_every_operator_has_a_rule_and_a_row_in_the_documentation() -> None:
     """The page names the files of the contract, the rules and the kernel."""
     root = Path(__file__).parents[3]
     page = (root / "docs" / "explanation" / "kernels.md").read_text(encoding="utf-8")
-    assert RULES.keys() == SDONNX_CONTRACTS.keys()
-    for op_type, contract in SDONNX_CONTRACTS.items():
+    assert RULES.keys() == OUR_CONTRACTS.keys()
+    for op_type, contract in OUR_CONTRACTS.items():
         (row,) = re.findall(rf"^\| `{op_type}` \| `(\w+)\.py` \| `(\w+)\.py` \| `(\w+\.cuh)` \|$", page, re.MULTILINE)
         assert row[0] == contract.lower.__module__.rpartition(".")[2]
         assert row[1] in {rule.__module__.rpartition(".")[2] for rule in RULES[op_type]}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.operator_tests import OperatorTest, failure_of, half
 
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Fill, KernelCase
+from sdonnx.operators.kernel_case import OUR_DOMAIN, Fill, KernelCase
 from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.operators.sdonnx_domain.matmul_8bit import check_scaled_mat_mul
@@ -33,7 +33,7 @@ def scaled_mat_mul(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Ten
 
 
 def refused(name: str, attributes: Mapping[str, Any], *shapes: tuple[int, ...]) -> KernelCase:
-    return KernelCase("ScaledMatMul", name, shapes, attributes, fills=BITS, domain=SDONNX_DOMAIN)
+    return KernelCase("ScaledMatMul", name, shapes, attributes, fills=BITS, domain=OUR_DOMAIN)
 
 
 SQUARE = (2, 16), (2, 1), (16, 16), (16,)

@@ -15,14 +15,14 @@ from support.kernel_library import emulated_library, options_with
 from support.operator_tests import OperatorTest, feeds_of, half, lowered_results, model_bytes
 
 from sdonnx.metrics import relative_error
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN, Array, KernelCase, rounded
+from sdonnx.operators.kernel_case import OUR_DOMAIN, Array, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
-from sdonnx.operators.operator_table import SDONNX_KERNEL_CASES
+from sdonnx.operators.operator_table import OUR_KERNEL_CASES
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
 from sdonnx.operators.sdonnx_domain.quantized_rows import check_rows
 
 TYPES = {EightBits.E4M3: torch.float8_e4m3fn, EightBits.E5M2: torch.float8_e5m2, EightBits.INT8: torch.int8}
-CASES = [case for case in SDONNX_KERNEL_CASES if case.op_type.endswith("Rows")]
+CASES = [case for case in OUR_KERNEL_CASES if case.op_type.endswith("Rows")]
 
 
 def values_of(bits: Array, number_format: EightBits) -> torch.Tensor:
@@ -70,7 +70,7 @@ def rows(inputs: Any, attributes: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def refused(op_type: str, width: int) -> KernelCase:
-    return KernelCase(op_type, f"width {width}", ((2, 3, width),), {"format": 0}, outputs=2, domain=SDONNX_DOMAIN)
+    return KernelCase(op_type, f"width {width}", ((2, 3, width),), {"format": 0}, outputs=2, domain=OUR_DOMAIN)
 
 
 ROWS_TEST = OperatorTest(
@@ -135,7 +135,7 @@ def test_every_pattern(number_format: EightBits) -> None:
     numbers = np.concatenate([known, (known[1:] + known[:-1]) / 2, known * 1.7])
     numbers = np.resize(numbers[np.abs(numbers) < 6e4], (1, 3, 320)).astype(np.float32)
     case = KernelCase(
-        "QuantizeRows", "patterns", ((1, 3, 320), ()), {"format": int(number_format)}, outputs=2, domain=SDONNX_DOMAIN
+        "QuantizeRows", "patterns", ((1, 3, 320), ()), {"format": int(number_format)}, outputs=2, domain=OUR_DOMAIN
     )
     inputs: list[Array | None] = [numbers.astype(np.float16).astype(np.float32), np.ones((), np.float32)]
     (bits, _), (reference, _) = emulated_results(case, inputs), lowered_results(case, inputs)
@@ -153,7 +153,7 @@ def test_quotients_are_rounded_correctly(number_format: EightBits) -> None:
     wide = draw.standard_normal((2, 400, 512)) * np.exp(draw.normal(0, 4, (2, 400, 1)))
     x = np.clip(wide, -6e4, 6e4).astype(np.float16).astype(np.float32)
     case = KernelCase(
-        "QuantizeRows", "quotients", (x.shape, None), {"format": int(number_format)}, outputs=2, domain=SDONNX_DOMAIN
+        "QuantizeRows", "quotients", (x.shape, None), {"format": int(number_format)}, outputs=2, domain=OUR_DOMAIN
     )
     (bits, scales), (expected, expected_scales) = emulated_results(case, [x, None]), lowered_results(case, [x, None])
     assert scales.tobytes() == expected_scales.tobytes()

@@ -27,8 +27,8 @@ from sdonnx.folder.certificate import LoadedFolder
 from sdonnx.folder.folder_version import read_report
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
-from sdonnx.operators.kernel_case import SDONNX_DOMAIN
-from sdonnx.operators.operator_table import SDONNX_CONTRACTS
+from sdonnx.operators.kernel_case import OUR_DOMAIN
+from sdonnx.operators.operator_table import OUR_CONTRACTS
 from sdonnx.runtime.device import kernel_choice, session
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.kernel_choice import KernelChoice, choose_kernels
@@ -76,7 +76,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EmulatedGpu:
 def folder(tmp_path: Path) -> Path:
     """A folder with one graph, of our LayerNorm and a standard operator."""
     nodes = [
-        onnx.helper.make_node("LayerNorm", ["x", "g"], ["y"], domain=SDONNX_DOMAIN, epsilon=1e-5),
+        onnx.helper.make_node("LayerNorm", ["x", "g"], ["y"], domain=OUR_DOMAIN, epsilon=1e-5),
         onnx.helper.make_node("Relu", ["y"], ["z"]),
     ]
     x, z = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, [1, 8]) for name in "xz")
@@ -223,7 +223,7 @@ def test_formats_of_quantized_folders_are_checked(
     monkeypatch.setattr(kernel_choice, "kernel_faults", faults)
     choose_kernels(GPU, AUTO | {"components": {"unet": {"quantized": {name: {} for name in types}}}}, folder)
     ((index, library, operators, formats),) = asked
-    assert (index, library, set(operators) & SDONNX_CONTRACTS.keys()) == (97, gpu.library, {"LayerNorm"})
+    assert (index, library, set(operators) & OUR_CONTRACTS.keys()) == (97, gpu.library, {"LayerNorm"})
     expected = {"fp8_static": {"e4m3", "e5m2"}, "int8_dynamic": {"int8"}, "fp8_e4m3_weightonly": set()}
     assert formats == expected[types[0]]
 
@@ -237,8 +237,8 @@ def test_operators_are_read_from_the_graphs(tiny_cuda_fp16: Path, folder: Path) 
         found = kernel_choice._operators(path)
         assert there
         assert there <= found
-        ours = {node.op_type for model in models for node in model.graph.node if node.domain == SDONNX_DOMAIN}
-        assert ours <= found & SDONNX_CONTRACTS.keys() <= there
+        ours = {node.op_type for model in models for node in model.graph.node if node.domain == OUR_DOMAIN}
+        assert ours <= found & OUR_CONTRACTS.keys() <= there
 
 
 @pytest.mark.parametrize(
