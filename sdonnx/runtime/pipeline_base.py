@@ -268,7 +268,7 @@ class PipelineBase(MissingFeatures):
                 'load it after the fork, or start processes with "spawn" (multiprocessing.get_context)',
             )
         if self._closed:
-            raise OptionError("the pipeline is closed", "an open one")
+            raise OptionError("the pipeline is closed", "an open one", "load it again with from_pretrained")
 
     def _run(self, job: Callable[[], Result], stop: Callable[[], None] = lambda: None) -> Result:
         self._require_open()

@@ -224,7 +224,7 @@ def test_adapters_on_the_host(folder: Path, files: dict[str, Path], loads: mock.
         pipeline.set_lora_device("wide", "cpu")
     pipeline.load_lora_weights(files["wide"], adapter_name="wide")
     pipeline.set_lora_device("wide", pipeline.device)
-    with pytest.raises(OptionError, match="the device cuda:3 for adapters; expected cpu;"):
+    with pytest.raises(OptionError, match="the device cuda:3 for adapters; expected cpu"):
         pipeline.set_lora_device("wide", "cuda:3")
 
 
