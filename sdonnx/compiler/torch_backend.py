@@ -12,18 +12,17 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch._dynamo
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from sdonnx.compiler.exported_types import numbered, widen
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
 from sdonnx.compiler.graph_target import target_on
 from sdonnx.compiler.module_graph import first_line, fuse_model, load_model
@@ -34,7 +33,6 @@ from sdonnx.export.decomposition import FLOOR_DIVISION
 from sdonnx.export.simplify import simplify
 from sdonnx.export.trace import OPSET, quiet_exporter
 from sdonnx.graph.edit import required
-from sdonnx.graph.tensors import lazy
 
 __all__ = ["MAX_GRAPHS", "DynamoForward", "OrtBackend"]
 
@@ -256,7 +254,7 @@ class _Program:
         widened = {ir.DataType.BFLOAT16, *([ir.DataType.FLOAT16] if device.type == "cpu" else [])}
         target = target_on(device, torch.float16 if is_half else torch.float32)
         try:
-            _widen(model, widened)
+            widen(model, widened)
             fuse_model(model, self._backend.name, target.device)
             graph = load_model(model, self._backend.name, target)
         except DeviceMemoryError:
@@ -383,7 +381,7 @@ def _export(function: _Function, inputs: Sequence[torch.Tensor], size: Any) -> t
     if random := sorted({node.op_type for node in model.graph.all_nodes()} & _RANDOM):
         raise _NoGraphError(f"it generates random numbers ({random[0]})")
     for value in (*model.graph.inputs, *model.graph.outputs):
-        value.shape = _numbered(required(value.shape, f"shape of {value.name}"))
+        value.shape = numbered(required(value.shape, f"shape of {value.name}"))
     values = {node.name: node.meta.get("val") for node in captured.graph.nodes if node.op == "placeholder"}
     traced = [values[name] for name in captured.graph_signature.user_inputs]
     conditions = _SizeConditions(traced, dict(captured.range_constraints))
@@ -405,35 +403,6 @@ def _require_function(captured: torch.export.ExportedProgram) -> None:
             value
         ):
             raise _NoGraphError("its sizes or its branches depend on the values of tensors")
-
-
-def _float32(tensor: ir.TensorProtocol) -> npt.NDArray[np.float32]:
-    return tensor.numpy().astype(np.float32)
-
-
-def _widen(model: ir.Model, types: Collection[ir.DataType]) -> None:
-    """Compute values of some floating-point types in float32, in place."""
-    wide = ir.DataType.FLOAT
-    for graph in (model.graph, *model.graph.subgraphs()):
-        for value in (*graph.inputs, *graph.initializers.values()):
-            _widen_value(value, types)
-        for name, value in graph.initializers.items():
-            tensor = value.const_value
-            if tensor is not None and tensor.dtype in types:
-                value.const_value = lazy(functools.partial(_float32, tensor), wide, tuple(tensor.shape.numpy()), name)
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            _widen_value(value, types)
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.value in types:
-                node.attributes[name] = ir.AttrInt64(name, wide)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in types:
-                node.attributes[name] = ir.AttrTensor(name, ir.Tensor(attribute.value.numpy().astype(np.float32)))
-
-
-def _widen_value(value: ir.Value, types: Collection[ir.DataType]) -> None:
-    if value.dtype in types:
-        value.dtype = ir.DataType.FLOAT
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -474,11 +443,3 @@ def _outputs(runs: GraphRuns, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
 
 def _expression(size: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def _numbered(shape: ir.Shape) -> ir.Shape:
-    """Return a shape with numbers instead of names that are numbers; the exporter writes some fixed sizes so."""
-    return ir.Shape(
-        int(size.value) if isinstance(size, ir.SymbolicDim) and size.value and size.value.isdecimal() else size
-        for size in shape
-    )
