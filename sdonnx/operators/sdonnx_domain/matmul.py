@@ -21,19 +21,31 @@ from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, option
 from sdonnx.operators.contract import SdonnxContract, on_inputs, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
 
-__all__ = ["MAT_MUL", "STACKED_MAT_MUL", "check_mat_mul", "check_stacked_mat_mul"]
+__all__ = ["MAT_MUL", "STACKED_MAT_MUL", "check_mat_mul", "check_stacked_mat_mul", "check_weight"]
+
+
+def check_weight(weight: ir.Value, bias: ir.Value | None, columns: int, multiple: int) -> str | None:
+    """Return why the kernels do not accept the sizes of a weight and a bias, None if they do.
+
+    Args:
+        weight: the second factor, a matrix.
+        bias: a number for each column of the result; None for none.
+        columns: the axis of the weight, 0 or 1, that becomes the columns of the result.
+        multiple: what both sizes of the weight are multiples of.
+    """
+    if weight.shape is None or weight.shape.rank() != 2:
+        return "the second factor is not a matrix"
+    sizes = static_dim(weight, 0), static_dim(weight, 1)
+    if any(size is None or size % multiple for size in sizes):
+        return f"a weight of {sizes[0]} x {sizes[1]}: the kernel accepts multiples of {multiple}"
+    if bias is not None and (bias.shape is None or bias.shape.rank() != 1 or static_dim(bias, 0) != sizes[columns]):
+        return "the bias is not a vector with a number for each column"
+    return None
 
 
 def check_mat_mul(x: ir.Value, weight: ir.Value, bias: ir.Value | None) -> str | None:
     """Return why the kernel does not accept a product of x (...,K) and a weight (K,N), None if it does."""
-    if weight.shape is None or weight.shape.rank() != 2:
-        return "the second factor is not a matrix"
-    inner, outer = static_dim(weight, 0), static_dim(weight, 1)
-    if inner is None or outer is None or inner % 8 or outer % 8:
-        return f"a weight of {inner} x {outer}: the kernel accepts multiples of 8"
-    if bias is not None and (bias.shape is None or bias.shape.rank() != 1 or static_dim(bias, 0) != outer):
-        return "the bias is not a vector with a number for each column"
-    return MAT_MUL.check_dtypes(x, weight, bias)
+    return check_weight(weight, bias, columns=1, multiple=8) or MAT_MUL.check_dtypes(x, weight, bias)
 
 
 def _mat_mul_limits(node: ir.Node) -> str | None:

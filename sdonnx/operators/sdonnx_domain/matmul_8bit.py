@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from sdonnx.graph.edit import constant, graph_of, input_of, insert, optional_input, static_dim
+from sdonnx.graph.edit import constant, graph_of, input_of, insert, optional_input
 from sdonnx.operators.contract import SdonnxContract, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
 from sdonnx.operators.sdonnx_domain.eight_bits import EightBits, decoded
+from sdonnx.operators.sdonnx_domain.matmul import check_weight
 
 __all__ = ["SCALED_MAT_MUL", "check_scaled_mat_mul"]
 
@@ -25,13 +26,8 @@ _FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
 def check_scaled_mat_mul(weight: ir.Value, bias: ir.Value | None) -> str | None:
     """Return why the kernel does not accept products by a weight (N,K), None if it does."""
-    if weight.shape is None or weight.shape.rank() != 2:
-        return "the second factor is not a matrix"
-    outer, inner = static_dim(weight, 0), static_dim(weight, 1)
-    if inner is None or outer is None or inner % 16 or outer % 16:
-        return f"a weight of {outer} x {inner}: the kernel accepts multiples of 16"
-    if bias is not None and (bias.shape is None or bias.shape.rank() != 1 or static_dim(bias, 0) != outer):
-        return "the bias is not a vector with a number for each column"
+    if reason := check_weight(weight, bias, columns=0, multiple=16):
+        return reason
     if bias is not None and bias.dtype not in (None, _HALF):
         return f"the bias is {bias.dtype}, the kernel accepts FLOAT16"
     return None
