@@ -1,4 +1,4 @@
-"""Charts as paths and texts, which the page's template writes as SVG.
+"""Line charts as paths and texts, which the page's template writes as SVG.
 
 A chart is 340 units wide, about the width of a phone in CSS pixels, and its text has 11 or 12 units. It is scaled with
 the page's columns, so that its text is legible on a phone and nothing is cut.
@@ -13,14 +13,12 @@ from functools import cache
 
 from sdonnx.html.tables import decimals_for, number
 
-__all__ = ["WIDTH", "Bar", "BarRow", "Drawing", "Part", "Path", "Series", "Text", "bar_chart", "line_chart"]
+__all__ = ["WIDTH", "Drawing", "Path", "Series", "Text", "line_chart"]
 
 WIDTH = 340.0
 
-_NAME, _TICK = 12.0, 11.0  # font sizes; page.css has the same
-_GAP = 6.0  # between a bar and its number
+_TICK = 11.0  # font size of labels
 _WIDER = 1.25  # the reader's font may be wider than Pillow's; DejaVu Sans is by 18 %
-_DOT = 2.4  # radius
 
 _PLOT_HEIGHT = 190.0
 _MARK = 4.5  # half the size of a marker
@@ -32,7 +30,7 @@ class Path:
 
     Attributes:
         d: SVG path data.
-        kind: CSS class: bar, range, dot, grid, line or mark.
+        kind: CSS class: grid, line, mark or key.
         colour: #rrggbb or #rrggbbaa; empty for the class's own.
         title: text that is shown when the pointer is over the shape.
     """
@@ -64,46 +62,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a bar: its length in the chart's unit, its colour, and its text for the pointer."""
-
-    length: float
-    colour: str
-    title: str
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar.
-
-    Attributes:
-        parts: its parts, from the left.
-        label: the number after it.
-        spread: ends of the line on the bar; None for no line.
-        rounds: dots on the bar; the dots of a round are on one line.
-    """
-
-    parts: tuple[Part, ...]
-    label: str
-    spread: tuple[float, float] | None = None
-    rounds: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def reach(self) -> float:
-        """The largest value that is drawn."""
-        ends = [sum(_length(part.length) for part in self.parts), *(self.spread or ())]
-        return max(_length(value) for value in [*ends, *(run for each in self.rounds for run in each)])
-
-
-@dataclass(frozen=True)
-class BarRow:
-    """Bars under one name."""
-
-    name: str
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
 class Series:
     """Points of an engine in a line chart.
 
@@ -120,49 +78,6 @@ class Series:
     points: tuple[tuple[float, float], ...]
     line: tuple[tuple[float, float], ...] | None
     title: str
-
-
-def bar_chart(rows: Sequence[BarRow]) -> Drawing:
-    """Return horizontal bars from zero, each row's name above its bars and a bar's number after it."""
-    bars = [bar for row in rows for bar in row.bars]
-    scale = min((_room(bar) / bar.reach for bar in bars if bar.reach > 0), default=0.0)
-    paths: list[Path] = []
-    texts: list[Text] = []
-    top = 0.0
-    for row in rows:
-        texts.append(Text(0, top + _NAME, _fitted(row.name, WIDTH), "name"))
-        top += _NAME + 5
-        height = 18.0 if len(row.bars) == 1 else 13.0
-        for bar in row.bars:
-            paths += _bar_paths(bar, top, height, scale)
-            texts.append(Text(bar.reach * scale + _GAP, top + height / 2 + 4, bar.label, "value"))
-            top += height + 2
-        top += 10
-    return Drawing(top - 6, tuple(paths), tuple(texts))
-
-
-def _room(bar: Bar) -> float:
-    return max(WIDTH - _GAP - _width(bar.label, _NAME), 60.0)
-
-
-def _bar_paths(bar: Bar, top: float, height: float, scale: float) -> Iterator[Path]:
-    left = 0.5  # half of the stroke
-    for part in bar.parts:
-        width = _length(part.length) * scale
-        yield Path(f"M{left:.1f} {top:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z", "bar", part.colour, part.title)
-        left += width
-    colour = bar.parts[-1].colour[:7]
-    gap = min(4.0, height / max(len(bar.rounds), 1))
-    for index, runs in enumerate(bar.rounds):
-        y = top + height / 2 + (index - (len(bar.rounds) - 1) / 2) * gap
-        for run in runs:
-            if math.isfinite(run):
-                yield Path(_circle(run * scale, y, _DOT), "dot", colour)
-    if bar.spread is not None and all(map(math.isfinite, bar.spread)):
-        low, high = (value * scale for value in bar.spread)
-        middle = top + height / 2
-        caps = "".join(f"M{x:.1f} {middle - 5:.1f}v10" for x in (low, high))
-        yield Path(f"M{low:.1f} {middle:.1f}H{high:.1f}{caps}", "range")
 
 
 def line_chart(series: Sequence[Series], across: str, up: str, ticks: Mapping[float, str] | None = None) -> Drawing:
@@ -251,16 +166,6 @@ def _circle(x: float, y: float, radius: float) -> str:
 
 def _length(value: float) -> float:
     return value if math.isfinite(value) and value > 0 else 0.0
-
-
-def _fitted(text: str, width: float) -> str:
-    """Return a text without line breaks, shortened to a width."""
-    text = " ".join(text.split())
-    if _width(text, _NAME) <= width:
-        return text
-    while text and _width(text + "…", _NAME) > width:
-        text = text[:-1]
-    return text.rstrip() + "…"
 
 
 def _width(text: str, size: float) -> float:

@@ -429,7 +429,6 @@ _RESIDUAL = GraphTensor(
     "a residual that is added to a skip connection or to the output of a block, by its number; channels last where the"
     " graph's convolutions are",
 )
-_CONTROL = "ControlNet"
 _UNION = "ControlNet-Union"
 
 CONTROLLED_STEP = GraphSpec(
