@@ -1,4 +1,4 @@
-// What a step computes around the denoiser, with the row of the parameter table that sdonnx/samplers/parameters.py writes:
+// What a step computes around the denoiser, with the row of the parameter table that sdonnx/samplers/plans.py writes:
 // the index of the next row, the timestep, the input scale, weights (R,2) and a matrix (R,R+1+G), float32. R = 5 rows of
 // state, the latents first; G predictions of each image.
 //
