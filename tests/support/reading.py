@@ -50,7 +50,9 @@ class Watch:
             path = os.path.realpath(os.fsdecode(arguments[0]))
             writes = isinstance(arguments[2], int) and bool(arguments[2] & _WRITES)
             own = (path.startswith(_OWN) and not writes) or f"{path}{os.sep}".startswith(tuple(self.temporary))
-            if not own and (writes or not path.startswith(self.folder + os.sep)) and path != "/dev/null":
+            inside = path.startswith(self.folder + os.sep) and not writes
+            # An import writes a cache of compiled code, if there is none yet.
+            if not own and not inside and path != "/dev/null" and not (writes and self._of_an_import()):
                 self.seen.append(f"{'writes' if writes else 'reads'} {path}")
         elif event == "tempfile.mkdtemp":
             self.temporary.append(f"{os.path.realpath(arguments[0])}{os.sep}")
