@@ -18,7 +18,6 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from sdonnx.benchmark.denoiser_flops import generate_and_count_flops, matrix_rates
 from sdonnx.benchmark.engine import Engine, EngineOptions
 from sdonnx.benchmark.engines import find_engine
 from sdonnx.benchmark.measure import (
@@ -28,6 +27,7 @@ from sdonnx.benchmark.measure import (
     measure_start,
     measure_throughput,
 )
+from sdonnx.benchmark.operator_times import generate_and_count_flops, matrix_rates
 from sdonnx.errors import SdonnxError
 from sdonnx.installation import installed_version
 from sdonnx.reference.diffusers_pipeline import DiffusersPipeline

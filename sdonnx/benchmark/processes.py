@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sdonnx.folder.cache_root import CACHE, cache_folder
+from sdonnx.folder.folder_cache import CACHE, cache_folder
 
 __all__ = ["WorkerError", "make_caches", "run_worker"]
 

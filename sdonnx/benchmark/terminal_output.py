@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from sdonnx.benchmark.report.charts import make_panels
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.workload_tables import make_tables, results_by_workload
-from sdonnx.benchmark.results import Comparison
-from sdonnx.benchmark.shown_names import shown_name, with_shown_names
+from sdonnx.benchmark.results import Comparison, shown_name, with_shown_names
 from sdonnx.errors import OutputError
 from sdonnx.html.tables import Table
 

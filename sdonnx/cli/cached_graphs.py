@@ -12,8 +12,15 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from sdonnx.errors import OptionError, OutputError
-from sdonnx.folder.cache_root import CACHE_LIMIT, cache_limit, parse_size, shown_size
-from sdonnx.folder.folder_cache import CacheEntry, FolderCache, graph_folder
+from sdonnx.folder.folder_cache import (
+    CACHE_LIMIT,
+    CacheEntry,
+    FolderCache,
+    cache_limit,
+    graph_folder,
+    parse_size,
+    shown_size,
+)
 from sdonnx.terminal import add_common, add_option, console
 
 __all__ = ["add_arguments", "run"]

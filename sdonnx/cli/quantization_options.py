@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sdonnx.errors import OptionError, OutputError, ProviderError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.precision_search.search_options import AUTO, CALIBRATION_CALLS, METHODS, Bounds, ProbeSettings
-from sdonnx.quantization.required_products import require_products
+from sdonnx.quantization.quantization_config import require_products
 from sdonnx.terminal import add_option, console, tensor_progress
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _require_sense(options: argparse.Namespace, needs_calibration: bool) -> None
 
 def _scales_of(options: argparse.Namespace) -> Mapping[str, Mapping[str, float]] | None:
     """Return the calibrated magnitudes of a file, none yet if they are to be measured, and None without either."""
-    from sdonnx.quantization.calibration_file import read_calibration
+    from sdonnx.quantization.quantization_config import read_calibration
 
     if options.calibration is not None:
         return read_calibration(options.calibration)

@@ -20,10 +20,9 @@ from sdonnx.folder.lock import locked
 from sdonnx.folder.pipeline_folder import finite
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.terminal import add_common, add_option, console, step_progress
-from sdonnx.verify.accuracy import DEFAULT_CAPTIONS
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.verification import Thresholds, Verification, VerificationRequest
-from sdonnx.verify.verifier import OnProgress, verify_folder
+from sdonnx.verify.verifier import DEFAULT_CAPTIONS, OnProgress, verify_folder
 
 __all__ = [
     "FAILED",

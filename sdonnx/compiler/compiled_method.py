@@ -20,10 +20,10 @@ from sdonnx.compiler.compile_options import FREEZE_PROCESSORS, CompileOptions
 from sdonnx.compiler.compiled_autoencoder import in_float32, is_upcast
 from sdonnx.compiler.graph_cache import ModuleGraphs
 from sdonnx.compiler.graph_method import GraphMethod, GraphSignature, zero_inputs
-from sdonnx.compiler.graph_quantization import GraphQuantization
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs, start_warm_up
 from sdonnx.compiler.graph_target import target_of, why_no_target
 from sdonnx.compiler.host_weights import HostWeights
+from sdonnx.compiler.module_graph import GraphQuantization
 from sdonnx.compiler.module_state import foreign_processor, has_inner_hooks
 from sdonnx.compiler.result_checks import ResultCheck
 from sdonnx.compiler.supported_modules import why_unsupported

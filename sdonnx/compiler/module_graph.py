@@ -3,7 +3,8 @@
 The module is traced as a copy of fake tensors, which have shapes but no storage. Its weights are passed to ONNX Runtime
 in memory. On the CPU, one that the graph uses as it is shares the memory of the module's parameter, and is never
 written to disk (docs/decisions/0168-compile-modules-in-memory.md). The weights of a module on a GPU are copied to the
-host.
+host. The graph of a denoiser is quantized where the options name a type, or where `O3` chooses fp8
+(docs/decisions/0184-quantize-compiled-denoisers.md).
 """
 
 from __future__ import annotations
@@ -14,36 +15,50 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import torch
 
+from sdonnx.compiler.compile_options import DENOISERS, CompileOptions, named_quantization
 from sdonnx.compiler.graph_method import GraphSignature
-from sdonnx.compiler.graph_quantization import denoiser_policy
-from sdonnx.compiler.graph_target import REMEDY, GraphTarget
+from sdonnx.compiler.graph_target import REMEDY, GraphTarget, for_types
 from sdonnx.compiler.saved_graph import float_tensors, loaded_graph, stored_place
 from sdonnx.errors import refusing
 from sdonnx.export.trace import trace
 from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.sdonnx_domain.use_kernels import KERNEL_STAGE, default_sizes, use_kernels
-from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.passes import tidy
+from sdonnx.graph.tensors import cast
 from sdonnx.models.spec import Role
 from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
 from sdonnx.optimize.exported_pipeline import OpenedComponent
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
+from sdonnx.quantization.quantization_config import FP8_CAPABILITY, require_products
 from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 
-__all__ = ["EXPORTED", "build_model", "first_line", "fuse_model", "load_model", "save_model"]
+if TYPE_CHECKING:
+    from sdonnx.quantization.quantization_config import QuantizationConfig, QuantizationPolicy
+
+__all__ = [
+    "EXPORTED",
+    "GraphQuantization",
+    "build_model",
+    "denoiser_policy",
+    "first_line",
+    "fuse_model",
+    "load_model",
+    "save_model",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -292,3 +307,71 @@ def _write_external(graph: ir.Graph, arrays: Mapping[str, npt.NDArray[Any]], fol
 def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:
     """Return the identity of a contiguous array in memory; arrays with the same one are interchangeable."""
     return array.ctypes.data, array.dtype, array.shape
+
+
+_LOGGER = logging.getLogger(__name__)
+
+_FP8 = "fp8_e4m3_e4m3_dynamic"
+
+
+def denoiser_policy(config: QuantizationConfig, name: str) -> QuantizationPolicy:
+    """Return the types of a denoiser's modules.
+
+    Args:
+        config: The configuration.
+        name: Name of the component.
+    """
+    return config.policies(DENOISERS, name)[name]
+
+
+class GraphQuantization:
+    """The quantization of a module's graphs, until one of them exceeds the bound.
+
+    Args:
+        chosen: Options.
+        name: Name of the module in the log.
+    """
+
+    def __init__(self, chosen: CompileOptions, name: str) -> None:
+        self._config, self._automatic, self._name = chosen.quantization, chosen.quantizes, name
+        self._logged = False
+
+    def applied(self, signature: GraphSignature) -> GraphSignature:
+        """Return the signature of a graph with its quantization, and with the kernels for it.
+
+        Raises:
+            OptionError: The GPU has no products of the type that the options name.
+        """
+        if signature.spec.role is not Role.DENOISER:
+            return signature
+        config = self._config
+        if config is None and self._automatic:
+            config = self._in_fp8(signature.target)
+        if config is None or not denoiser_policy(config, signature.spec.name).is_active:
+            return signature
+        target = for_types(signature.target, (each.name for each in config.types))
+        capability = target.device.capability() if target.settings.library is not None else None
+        require_products(config, capability)
+        return replace(signature, target=target, quantization=config)
+
+    def refuse(self) -> None:
+        """Note that a graph exceeded the bound: further graphs are not quantized."""
+        self._config, self._automatic = None, False
+
+    def _in_fp8(self, target: GraphTarget) -> QuantizationConfig | None:
+        """Return the configuration of O3, None with a line in the log where it is as O2."""
+        reason = None
+        if target.device.provider == "cpu":
+            reason = "it is on the CPU"
+        elif target.dtype != torch.float16:
+            reason = "its weights are in float32"
+        elif (target.device.capability() or (0, 0)) < FP8_CAPABILITY:
+            reason = "its GPU has no products of fp8"
+        elif for_types(target, (_FP8,)).settings.library is None:
+            reason = "our kernels for products of fp8 cannot be used"
+        if reason is None:
+            return named_quantization(_FP8, None)
+        if not self._logged:
+            self._logged = True
+            _LOGGER.warning("O3 is as O2 for %s: %s; quant_type names a type for any device", self._name, reason)
+        return None

@@ -22,7 +22,7 @@ from sdonnx.doctor.check_kernels import (
 from sdonnx.doctor.gpu import cuda_driver_version, cuda_libraries, driver_version, gpus
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
-from sdonnx.folder.cache_root import cache_folder
+from sdonnx.folder.folder_cache import cache_folder
 
 __all__ = [
     "EIGHT_BIT_OPERATORS",

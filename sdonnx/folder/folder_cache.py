@@ -2,7 +2,7 @@
 
 A folder is written under a hidden name and renamed when it is complete, so a writer that is killed leaves no entry.
 `entry.json` in it lists its files with their sizes and digests, and describes the content. Its modification time is
-the time of the last use.
+the time of the last use. Environment variables give its folder and its limit in bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +23,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sdonnx.errors import FolderError, OutputError
-from sdonnx.folder.cache_root import cache_folder, cache_limit
+from sdonnx.errors import FolderError, OptionError, OutputError
 from sdonnx.folder.lock import PARTIAL, hidden_folder, locked, take_name
 from sdonnx.folder.pipeline_folder import read_json
 
 __all__ = [
+    "CACHE",
+    "CACHE_LIMIT",
+    "DEFAULT_LIMIT",
     "ENTRY",
     "CacheEntry",
     "FolderCache",
+    "cache_folder",
+    "cache_limit",
     "entry_info",
     "graph_cache",
     "graph_folder",
+    "parse_size",
     "require_unchanged",
+    "shown_size",
     "thread_count",
 ]
 
@@ -376,3 +383,63 @@ def _chunk_digest(path: Path, start: int) -> bytes:
         file.seek(start)
         octets = file.read(_CHUNK_BYTES)
     return hashlib.sha256(octets).digest()  # releases the GIL
+
+
+CACHE = "SDONNX_CACHE"
+"""The environment variable for the folder of the cache."""
+
+CACHE_LIMIT = "SDONNX_CACHE_LIMIT"
+"""The environment variable for the bytes that compiled graphs may take, such as 20GB; 0 turns their cache off."""
+
+DEFAULT_LIMIT = "50GB"
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's cache folder: $SDONNX_CACHE, or `sdonnx` in $XDG_CACHE_HOME or in ~/.cache.
+
+    `~` at the start of $SDONNX_CACHE is the home folder, also where no shell has replaced it.
+
+    Raises:
+        RuntimeError: The user has no home folder.
+    """
+    if environment.get(CACHE):
+        return Path(environment[CACHE]).expanduser()
+    base = environment.get("XDG_CACHE_HOME") or ""
+    # The XDG base directory specification: a relative path must be ignored.
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "sdonnx"
+
+
+def cache_limit(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the bytes that compiled graphs may take: $SDONNX_CACHE_LIMIT, or 50 GB.
+
+    Raises:
+        OptionError: The variable is no size.
+    """
+    return parse_size(environment.get(CACHE_LIMIT) or DEFAULT_LIMIT, CACHE_LIMIT)
+
+
+def parse_size(text: str, name: str) -> int:
+    """Return a number of bytes, from text such as "20GB" (powers of 1000), "20GiB" (powers of 1024) or "1000000".
+
+    Args:
+        text: The text.
+        name: Name of the option or the variable, for the error.
+
+    Raises:
+        OptionError: The text is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise OptionError(f"{name} is {text!r}", "a size such as 20GB, 512MB or 0")
+    number, unit, binary = match[1], match[2] or "", match[3]
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+
+
+def shown_size(size_bytes: int) -> str:
+    """Return a size with its unit, in powers of 1000: "1.7 GB"."""
+    power = next(each for each in (4, 3, 2, 1, 0) if size_bytes >= 1000**each or each == 0)
+    unit = next(name for name, each in _POWERS.items() if each == power)
+    return f"{size_bytes} B" if power == 0 else f"{size_bytes / 1000**power:.1f} {unit}B"

@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from sdonnx.errors import FolderError
 from sdonnx.folder.pipeline_folder import ONNX_WEIGHTS, read_json
-from sdonnx.folder.stored_numbers import STORED_FORMATS
-from sdonnx.folder.symmetric import along, quantize, scales_of
+from sdonnx.folder.stored_numbers import STORED_FORMATS, along, quantize, scales_of
 
 __all__ = [
     "PROVENANCE",

@@ -27,8 +27,8 @@ from sdonnx.graph.edit import (
     required,
     tensor_of,
 )
-from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.match import NOT_A_CANDIDATE, REWRITTEN, MatchFailure, PassOutcome, Refused, WalkResult, match_failure
+from sdonnx.graph.tensors import transposed
 
 __all__ = ["ChannelsLastWalk", "Converter", "convert_to_channels_last", "nhwc_shape", "nhwc_weight"]
 

@@ -20,8 +20,8 @@ from sdonnx.graph.edit import (
     static_dim,
     tensor_of,
 )
-from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.match import REWRITTEN, Refused, Rule, WalkResult, is_bias
+from sdonnx.graph.tensors import transposed
 
 __all__ = ["BiasIntoNhwcConv", "conv_to_nhwc_conv"]
 

@@ -17,14 +17,11 @@ import onnx_ir as ir
 
 from sdonnx.fusions.batch_rows import compute_rows_together
 from sdonnx.fusions.channels_last import convert_to_channels_last
-from sdonnx.fusions.count_attention_keys import count_keys
 from sdonnx.fusions.drop_attention_biases import drop_attention_biases
 from sdonnx.fusions.fold_modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
-from sdonnx.fusions.fuse_attention import CausalMaskToAttribute, EinsumToMatMul, SoftmaxToAttention
-from sdonnx.fusions.fuse_bias_add import BiasAfterReshape, ResidualToBiasAdd
-from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
-from sdonnx.fusions.fuse_fast_gelu import GeluToFastGelu
-from sdonnx.fusions.fuse_gelu import ErfToGelu, TanhToGelu
+from sdonnx.fusions.fuse_attention import AttentionToMatMul, CausalMaskToAttribute, EinsumToMatMul, SoftmaxToAttention
+from sdonnx.fusions.fuse_bias_add import BiasAfterReshape, GegluToBiasSplitGelu, ResidualToBiasAdd
+from sdonnx.fusions.fuse_gelu import ErfToGelu, GeluToFastGelu, SigmoidToQuickGelu, TanhToGelu
 from sdonnx.fusions.fuse_gemm import ResidualIntoGemm, RowPastProduct
 from sdonnx.fusions.fuse_group_norm import (
     FlatGroupNormToGroupNorm,
@@ -37,16 +34,15 @@ from sdonnx.fusions.fuse_multi_head_attention import (
     AttentionToMultiHeadAttention,
     ProjectionsToPackedKeyValue,
     ProjectionsToPackedQueryKeyValue,
+    count_keys,
 )
 from sdonnx.fusions.fuse_nhwc_conv import BiasIntoNhwcConv, conv_to_nhwc_conv
-from sdonnx.fusions.fuse_quick_gelu import SigmoidToQuickGelu
 from sdonnx.fusions.fuse_silu import ExponentialToSigmoid, QuotientToSilu, SwishToSilu
 from sdonnx.fusions.fuse_skip_group_norm import GroupNormToSkipGroupNorm
 from sdonnx.fusions.fuse_skip_layer_norm import LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm
-from sdonnx.fusions.fuse_split import SizesToEqualSplit, SlicesToSplit
+from sdonnx.fusions.fuse_split import SizesToEqualSplit, SlicesToSplit, narrow_splits
 from sdonnx.fusions.fusion import ATTENTION_LAYOUTS, PROVIDERS, Flag, Fusion, LayerKind
 from sdonnx.fusions.group_projections import group_projections
-from sdonnx.fusions.narrow_splits import narrow_splits
 from sdonnx.fusions.remove_no_ops import (
     MergeReshapes,
     MergeTransposes,
@@ -56,7 +52,6 @@ from sdonnx.fusions.remove_no_ops import (
     TransposeOfFolded,
 )
 from sdonnx.fusions.transpose_flat_images import ChannelsLastToFlatChannels, FlatChannelsToChannelsLast
-from sdonnx.fusions.unfuse_attention import AttentionToMatMul
 from sdonnx.graph.match import MatchFailure, PassOutcome, Rule, WalkRule, apply_rules, apply_walk_rules
 from sdonnx.graph.passes import SimplifyReshapes, infer_shapes, tidy
 from sdonnx.graph.prepare import prepare

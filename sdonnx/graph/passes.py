@@ -8,8 +8,8 @@ from onnx_ir.passes import InPlacePass, PassResult
 from onnx_ir.passes import common as common_passes
 
 from sdonnx.graph.edit import MICROSOFT, arranged_initializer, constant, insert, replace, tensor_of
-from sdonnx.graph.fast_arrays import transposed
 from sdonnx.graph.shapes.inference import Sizes
+from sdonnx.graph.tensors import transposed
 
 __all__ = ["FoldWeightTransposes", "SimplifyReshapes", "constant_target", "infer_shapes", "tidy"]
 

@@ -1,10 +1,13 @@
 """Lazy tensors: weights are transformed when the file is written.
 
-A model of several gigabytes is rewritten without all of its weights in memory at once.
+A model of several gigabytes is rewritten without all of its weights in memory at once. torch converts large arrays
+where it is loaded: it has vector instructions for float16 and blocks for transposing, which take a third of NumPy's
+time. The results are the same.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ import onnx_ir as ir
 
 from sdonnx.errors import WeightsError
 
-__all__ = ["Origin", "arranged_origin", "lazy", "origin_of", "read", "stacked_tensor"]
+__all__ = ["Origin", "arranged_origin", "cast", "lazy", "origin_of", "read", "stacked_tensor", "transposed"]
 
 _ORIGIN = "sdonnx.origin"
 
@@ -126,3 +129,42 @@ def stacked_tensor(parts: Sequence[ir.TensorProtocol], shape: Sequence[int]) -> 
         name=first.name or "",
         base_dir=first.base_dir,
     )
+
+
+Array = npt.NDArray[Any]
+
+_MIN_VALUES = 2**16  # fewer are converted before torch has begun
+
+_FLOATS = (np.dtype(np.float16), np.dtype(np.float32))
+
+
+def cast(values: Array, dtype: npt.DTypeLike) -> Array:
+    """Return values in another type, as a contiguous copy. Those that exceed its range become infinite."""
+    wanted = np.dtype(dtype)
+    tensor = _tensor_of(values) if wanted in _FLOATS else None
+    if tensor is None:
+        with np.errstate(over="ignore"):
+            return values.astype(wanted, order="C")
+    torch = sys.modules["torch"]
+    types = {np.dtype(np.float16): torch.float16, np.dtype(np.float32): torch.float32}
+    converted: Array = tensor.contiguous().to(types[wanted], copy=True).numpy()
+    return converted
+
+
+def transposed(values: Array, axes: Sequence[int]) -> Array:
+    """Return values with their axes in another order, as a contiguous array."""
+    tensor = _tensor_of(values)
+    if tensor is None:
+        return np.ascontiguousarray(values.transpose(axes))
+    moved: Array = tensor.permute(axes).contiguous().numpy()
+    return moved
+
+
+def _tensor_of(values: Array) -> Any:
+    """Return a torch tensor of the memory of an array; None if torch is not loaded or of no use."""
+    torch = sys.modules.get("torch")
+    if torch is None or values.size < _MIN_VALUES or values.dtype not in _FLOATS:
+        return None
+    if not values.flags.writeable or min(values.strides) < 0:  # torch accepts neither
+        return None
+    return torch.from_numpy(values)

@@ -13,9 +13,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dtype_of, graph_of, insert
-from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
+from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract, channels_last_conv
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.reference_body import channels_last_conv
 
 __all__ = [
     "FUSED_MAT_MUL",

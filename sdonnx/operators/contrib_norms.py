@@ -21,9 +21,8 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, dtype_of, graph_of, input_of, insert, optional_input, static_dim
-from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, Contract
+from sdonnx.operators.contract import FLOATS_AND_BFLOAT16, TO_NCHW, TO_NHWC, Contract
 from sdonnx.operators.kernel_case import KernelCase
-from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
 
 __all__ = [
     "GROUP_NORM",

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from sdonnx.folder.stored_numbers import STORED_FORMATS
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import STORED_FORMATS, quantize, scales_of
 from sdonnx.folder.weight_table import Initializer, Layout, Place, Scales, channel_rows, rows_of
 from sdonnx.graph.edit import is_weight
 from sdonnx.graph.tensors import read
 from sdonnx.operators.kernel_case import OUR_DOMAIN
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits
 
 __all__ = ["StoredWeight", "StoredWeights", "positions_of", "runs_of", "stored_entry"]
 

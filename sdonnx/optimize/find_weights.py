@@ -21,9 +21,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from sdonnx.folder.weight_table import PROVENANCE, Initializer, Layout, Place, WeightTable, channel_rows, rows_of
-from sdonnx.graph.fast_arrays import cast, transposed
 from sdonnx.graph.modules import module_path, module_paths
-from sdonnx.graph.tensors import read
+from sdonnx.graph.tensors import cast, read, transposed
 from sdonnx.optimize.find_eight_bits import StoredWeight, StoredWeights, positions_of, runs_of, stored_entry
 
 __all__ = ["ModuleWeight", "find_places", "find_weights", "module_weights", "write_weight_table"]

@@ -29,8 +29,7 @@ from sdonnx.optimize.extra_graphs import Inspector
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.optimize.report import ComponentReport, OptimizeReport
 from sdonnx.precision.policy import Precision
-from sdonnx.quantization.calibration_file import write_calibration
-from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.quantization.quantization_config import QuantizationConfig, write_calibration
 
 __all__ = ["fusion_reports", "optimize_folder", "optimize_request", "write_component", "write_optimized"]
 

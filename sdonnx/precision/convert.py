@@ -1,6 +1,8 @@
 """Conversion of a float32 graph to the types of a `PrecisionPolicy`.
 
-Casts are inserted where two types meet; a value is cast once for all its users.
+Casts are inserted where two types meet; a value is cast once for all its users. The head of a safety checker
+stays in float32: it compares cosine similarities with thresholds of three decimals, which is more precision than fp16
+keeps in a norm or in a sum of hundreds of terms.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import OptionError, WeightsError
 from sdonnx.graph.edit import derived_initializer, insert, tensor_of
-from sdonnx.graph.fast_arrays import cast
 from sdonnx.graph.modules import module_path, module_paths
-from sdonnx.graph.tensors import origin_of, read
+from sdonnx.graph.tensors import cast, origin_of, read
 from sdonnx.models.spec import ComponentSpec, Role
 from sdonnx.operators.operator_table import contract_of
 from sdonnx.precision.policy import PrecisionPolicy, matches
-from sdonnx.precision.safety_checker_head import decision_nodes
 
-__all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision"]
+__all__ = ["BFLOAT16_OPERATORS", "ConvertPrecision", "decision_nodes"]
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -316,3 +316,31 @@ def _drop_unused(graph: ir.Graph) -> None:
     for name in unused:
         if not keep(name):
             graph.initializers.pop(name)
+
+
+_DECIDED = "has_nsfw_concepts"
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+
+
+def decision_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Return the nodes from the image embedding to the decision.
+
+    Walking up from the output, the first matrix product computes the cosine similarities. The second one computes the
+    embedding (`visual_projection` of diffusers' StableDiffusionSafetyChecker) and is not part of the head.
+
+    Args:
+        graph: the graph of a safety checker, with the output `has_nsfw_concepts`.
+    """
+    waiting = [(value, False) for value in graph.outputs if value.name == _DECIDED]
+    found: set[ir.Node] = set()
+    while waiting:
+        value, below_cosines = waiting.pop()
+        node = value.producer()
+        if node is None or node in found:
+            continue
+        product = node.op_type in _PRODUCTS
+        if product and below_cosines:
+            continue
+        found.add(node)
+        waiting += [(each, product or below_cosines) for each in node.inputs if each is not None]
+    return found

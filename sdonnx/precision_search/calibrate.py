@@ -22,8 +22,8 @@ from sdonnx.optimize.exported_pipeline import open_exported, quantization_polici
 from sdonnx.optimize.optimize_request import OptimizeRequest, ProgressCallback
 from sdonnx.precision_search.record_inputs import Feeds, probe_device, run_graph, run_probe, runnable, write_wide
 from sdonnx.precision_search.search_options import METHODS, ProbeSettings
-from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy
+from sdonnx.quantization.quantization_types import NumberFormat
 from sdonnx.quantization.quantize_weights import weighted_nodes
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph

@@ -10,6 +10,8 @@ A configuration is a JSON object:
 - `submodules`: instead of that file, the paths or patterns of the denoiser's modules that get `quant_type`.
 
 The file is `{MODULE: {"ssim": x}, ...}` with paths of the denoiser's modules; others then stay as they are.
+
+`calibration.json` has the largest magnitude of the activations that each module reads; scales are computed from it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sdonnx.errors import OptionError
+from sdonnx.errors import FolderError, OptionError
+from sdonnx.folder.pipeline_folder import read_json
 from sdonnx.quantization.quantization_types import NOT_QUANTIZED, QuantizationType, quantization_type
 
-__all__ = ["KEPT_MODULES", "QuantizationConfig", "QuantizationPolicy", "covers", "read_submodules"]
+__all__ = [
+    "CALIBRATION",
+    "FP8_CAPABILITY",
+    "KEPT_MODULES",
+    "QuantizationConfig",
+    "QuantizationPolicy",
+    "covers",
+    "read_calibration",
+    "read_submodules",
+    "require_products",
+    "write_calibration",
+]
 
 KEPT_MODULES = (
     "time_embedding", "time_embedding.*", "*.time_emb_proj", "add_embedding", "add_embedding.*", "adaln_single",
@@ -270,3 +284,65 @@ def _module_types(entries: object) -> tuple[tuple[str, QuantizationType | None],
         (str(pattern), None if name in (None, NOT_QUANTIZED) else quantization_type(name))
         for pattern, name in entries.items()
     )
+
+
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which GPUs multiply numbers of fp8 (NVIDIA, cuBLAS documentation, cublasLtMatmul())."""
+
+
+def require_products(config: QuantizationConfig, capability: tuple[int, int] | None, also: str = "") -> None:
+    """Raise if a GPU has no products of a type's factors in fp8.
+
+    Args:
+        config: the types.
+        capability: compute capability of the GPU, major and minor; None if products do not depend on a GPU.
+        also: what else the user can do; it follows the types that the GPU has.
+
+    Raises:
+        OptionError: it has none.
+    """
+    if capability is None or capability >= FP8_CAPABILITY:
+        return
+    for kind in config.types:
+        if kind.activations is not None and kind.activations.name != "int8":
+            raise OptionError(
+                f"{kind.name} on a GPU of compute capability {capability[0]}.{capability[1]}",
+                f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer, which has products of fp8",
+                f"take int8_dynamic or fp8_e4m3_weightonly{also}",
+            )
+
+
+CALIBRATION = "calibration.json"
+"""The file in an optimized folder that is quantized to types with calibrated scales."""
+
+
+def write_calibration(folder: Path, scales: Mapping[str, Mapping[str, float]]) -> None:
+    """Write the magnitudes by component and module into a folder."""
+    (folder / CALIBRATION).write_text(json.dumps({"components": scales}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_calibration(path: Path) -> dict[str, dict[str, float]]:
+    """Return the magnitudes by component and module from a file, or from the file in an optimized folder.
+
+    Raises:
+        OptionError: the file is missing or has another form, or a magnitude is zero, infinite or no number.
+    """
+    path = path / CALIBRATION if path.is_dir() else path
+    try:
+        components = read_json(path).get("components")
+    except FolderError as error:
+        expected = f"{CALIBRATION} of a folder that was calibrated"
+        raise OptionError(error.found, expected, "calibrate with --calibration_prompts") from None
+    if not isinstance(components, Mapping) or not all(isinstance(each, Mapping) for each in components.values()):
+        expected = '{"components": {COMPONENT: {MODULE: a magnitude}}}'
+        raise OptionError(f"{path} holds no magnitudes by component", expected, "calibrate with --calibration_prompts")
+    for component, modules in components.items():
+        for module, most in modules.items():
+            is_number = isinstance(most, int | float) and not isinstance(most, bool)
+            if not is_number or not math.isfinite(most) or most <= 0:
+                raise OptionError(
+                    f"{path} says {most!r} for {component}:{module}, whose scale would be zero or infinite",
+                    "a positive number",
+                    "calibrate with --calibration_prompts",
+                )
+    return {name: {module: float(most) for module, most in modules.items()} for name, modules in components.items()}

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, dtype_of, insert
-from sdonnx.quantization.number_formats import NumberFormat
+from sdonnx.quantization.quantization_types import NumberFormat
 
 __all__ = ["MIN_SCALE", "rounded_along", "rounded_by_rows", "rounded_by_scale"]
 

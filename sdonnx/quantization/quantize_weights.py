@@ -18,14 +18,13 @@ import onnx_ir as ir
 from onnx_ir.passes import InPlacePass, PassResult
 
 from sdonnx.errors import FolderError, OptionError
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import quantize, scales_of
 from sdonnx.graph.edit import add_initializer, dims, dtype_of, graph_of, insert, is_weight, required, tensor_of
 from sdonnx.graph.match import producer_of
 from sdonnx.graph.modules import module_paths
 from sdonnx.graph.tensors import lazy, read
-from sdonnx.quantization.number_formats import NumberFormat
 from sdonnx.quantization.quantization_config import QuantizationPolicy, covers
-from sdonnx.quantization.quantization_types import QuantizationType
+from sdonnx.quantization.quantization_types import NumberFormat, QuantizationType
 from sdonnx.quantization.quantize_activations import rounded_by_rows, rounded_by_scale
 
 __all__ = [

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdonnx.html.gallery import Gallery, make_gallery
-from sdonnx.html.machine import device_name, installed_packages, machine_facts
 from sdonnx.html.page import readable_date, render_page
-from sdonnx.html.tables import DASH, Heading, Row, Table, number
+from sdonnx.html.tables import DASH, Heading, Row, Table, device_name, installed_packages, machine_facts, number
 from sdonnx.reference import REFERENCE
 from sdonnx.verify.verification import (
     AccuracyFinding,

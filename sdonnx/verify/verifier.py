@@ -1,6 +1,7 @@
 """Generate the same images with torch and the folder, and compare every component.
 
 A folder in float16 is judged by the error of torch in float16, one in float32 by a fixed bound.
+For pipelines that read captions of shapes, the images of held-out captions are judged by meaning as well.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import numpy.typing as npt
 
 from sdonnx.errors import OptionError
 from sdonnx.folder.certificate import certified_files
-from sdonnx.folder.pipeline_folder import ONNX_MODEL
+from sdonnx.folder.pipeline_folder import ONNX_MODEL, PipelineFolder
 from sdonnx.folder.prompt_file import default_prompts
-from sdonnx.metrics import is_empty, psnr, relative_error
+from sdonnx.metrics import Proportion, is_empty, psnr, relative_error
 from sdonnx.models.autoencoder import downsampling_factor
 from sdonnx.models.spec import Role
 from sdonnx.reference.diffusers_pipeline import DiffusersPipeline
 from sdonnx.reference.optimized_pipeline import OptimizedPipeline, quantized_types
 from sdonnx.reference.workload import Workload
-from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, default_captions, reads_shape_captions
-from sdonnx.verify.accuracy import captions_to_judge, compare_accuracy, draw_captions
+from sdonnx.sample.shapes.shape_architectures import GUIDANCE_SCALE, TRAINED, default_captions, reads_shape_captions
+from sdonnx.sample.shapes.shape_judge import draw_batches, held_out_captions, score_images, summarize
 from sdonnx.verify.recorded_calls import Call, Outputs, graph_inputs, pick_calls, record_calls, repeat_call
 from sdonnx.verify.verification import (
+    AccuracyFinding,
     ComponentFinding,
     ImageFinding,
     ImageTriple,
@@ -41,7 +43,7 @@ from sdonnx.verify.verification import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["OnProgress", "verify_folder"]
+__all__ = ["DEFAULT_CAPTIONS", "OnProgress", "captions_to_judge", "compare_accuracy", "draw_captions", "verify_folder"]
 
 Pixels = npt.NDArray[np.uint8]
 _Draw = Callable[..., Sequence["Image"]]  # prompts and a workload
@@ -282,3 +284,64 @@ def _image_finding(images: ImageTriple) -> ImageFinding:
 def _psnr(image: Pixels, reference: Pixels) -> float | None:
     decibels = psnr(image / 255.0, reference / 255.0)
     return None if np.isinf(decibels) else decibels
+
+
+DEFAULT_CAPTIONS = 100
+"""Captions that `verify` judges by default."""
+
+
+def captions_to_judge(original: PipelineFolder, count: int | None, seed: int) -> tuple[str, ...]:
+    """Return held-out captions to judge a pipeline by.
+
+    Args:
+        original: the diffusers pipeline.
+        count: number of captions; None for the default number if the pipeline reads such captions, or else none.
+        seed: seed of the choice.
+
+    Raises:
+        OptionError: `count` is negative, or positive for a pipeline that does not read the captions.
+    """
+    if count is not None and count < 0:
+        raise OptionError(f"{count} captions for the accuracy", "a number, or 0 for none", "change --accuracy_prompts")
+    if count == 0:
+        return ()
+    if reads_shape_captions(original):
+        return held_out_captions(DEFAULT_CAPTIONS if count is None else count, seed)
+    if count is not None:
+        raise OptionError(
+            f"{count} captions for the accuracy of {original.path}",
+            f"one of the trained samples {', '.join(TRAINED)}, whose images can be judged",
+            "omit --accuracy_prompts",
+        )
+    return ()
+
+
+def draw_captions(
+    generate: Callable[[list[str], Workload], Sequence[Image]], captions: Sequence[str], workload: Workload
+) -> list[Pixels]:
+    """Return an image (H,W,3) of each caption. The same workload gives the same noise to each engine.
+
+    Args:
+        generate: returns an image of each of several prompts; the method of an engine.
+        captions: the captions.
+        workload: size, steps, sampler and first seed; each batch has another seed.
+    """
+    return draw_batches(lambda batch, seed: generate(batch, replace(workload, seed=seed)), captions, workload.seed)
+
+
+def compare_accuracy(
+    captions: Sequence[str], ours: Sequence[Pixels], torch: Sequence[Pixels], precision: str
+) -> list[AccuracyFinding]:
+    """Return a finding for each measure that applies to a caption.
+
+    Args:
+        captions: the captions.
+        ours: the folder's image of each.
+        torch: torch's image of each.
+        precision: the precision of torch.
+    """
+    measured, expected = (summarize(score_images(images, captions)) for images in (ours, torch))
+    return [
+        AccuracyFinding(measure, Proportion(**counted), Proportion(**expected[measure]), precision)
+        for measure, counted in measured.items()
+    ]

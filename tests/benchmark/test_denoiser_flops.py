@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sdonnx.benchmark.denoiser_flops import generate_and_count_flops, matrix_rates
+from sdonnx.benchmark.operator_times import generate_and_count_flops, matrix_rates
 from sdonnx.folder.prompt_file import PROMPTS
 from sdonnx.reference.diffusers_pipeline import DiffusersPipeline
 from sdonnx.reference.workload import Workload

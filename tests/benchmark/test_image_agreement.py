@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from sdonnx.benchmark import agreement
-from sdonnx.benchmark.agreement import compare_images, find_fault
+from sdonnx.benchmark import compare
+from sdonnx.benchmark.compare import compare_images, find_fault
 from sdonnx.benchmark.results import Agreement
 from sdonnx.metrics import is_empty
 
@@ -50,13 +50,13 @@ def test_lpips_is_the_mean_over_the_images(monkeypatch: pytest.MonkeyPatch) -> N
         inputs.extend([images, reference])
         return torch.tensor([0.2, 0.4])
 
-    monkeypatch.setattr(agreement, "is_importable", lambda module: True)
+    monkeypatch.setattr(compare, "is_importable", lambda module: True)
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=lambda **_: network))
-    agreement._network.cache_clear()
+    compare._network.cache_clear()
     try:
         assert compare_images(random_images(0), random_images(1)).lpips == pytest.approx(0.3)
     finally:
-        agreement._network.cache_clear()
+        compare._network.cache_clear()
     assert [tuple(each.shape) for each in inputs] == [(2, 3, 32, 48)] * 2
     assert -1 <= inputs[0].min() < -0.9 < 0.9 < inputs[0].max() <= 1
 
@@ -65,14 +65,14 @@ def test_lpips_is_not_computed_without_weights(monkeypatch: pytest.MonkeyPatch) 
     def offline(**_: Any) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(agreement, "is_importable", lambda module: True)
+    monkeypatch.setattr(compare, "is_importable", lambda module: True)
     monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=offline))
-    agreement._network.cache_clear()
+    compare._network.cache_clear()
     try:
         with pytest.warns(UserWarning, match="LPIPS is not computed: no network"):
             assert compare_images(random_images(), random_images()).lpips is None
     finally:
-        agreement._network.cache_clear()
+        compare._network.cache_clear()
 
 
 def test_detects_images_of_a_single_colour() -> None:

@@ -33,9 +33,8 @@ from support.markup import Markup
 
 from sdonnx.benchmark.extra_results import Kernels, Throughput, fit_line
 from sdonnx.benchmark.report.report_page import write_report
-from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages, shown_name
 from sdonnx.benchmark.rivals import NAMES, parse_rivals
-from sdonnx.benchmark.shown_names import shown_name
 from sdonnx.models.registry import model_name
 from sdonnx.reference import REFERENCE
 from sdonnx.reference.workload import Workload

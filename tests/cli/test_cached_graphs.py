@@ -13,8 +13,7 @@ from rich.console import Console
 
 from sdonnx.__main__ import main
 from sdonnx.cli import cached_graphs
-from sdonnx.folder.cache_root import shown_size
-from sdonnx.folder.folder_cache import ENTRY, FolderCache
+from sdonnx.folder.folder_cache import ENTRY, FolderCache, shown_size
 
 
 @pytest.fixture

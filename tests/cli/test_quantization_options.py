@@ -8,8 +8,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
-from sdonnx.quantization.quantization_config import QuantizationConfig
-from sdonnx.quantization.required_products import require_products
+from sdonnx.quantization.quantization_config import QuantizationConfig, require_products
 
 
 def config_of(quantize: str | None, **modules: str) -> QuantizationConfig:

@@ -11,7 +11,7 @@ from support.logged_lines import logged_lines
 from support.pipelines import refused
 
 from sdonnx.compiler.compile_options import MODES, CompileOptions, check_backend, check_options
-from sdonnx.compiler.graph_quantization import denoiser_policy
+from sdonnx.compiler.module_graph import denoiser_policy
 from sdonnx.errors import OptionError
 
 

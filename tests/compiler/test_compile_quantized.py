@@ -24,11 +24,10 @@ from support.small_modules import (
 )
 
 import sdonnx
-from sdonnx.compiler import graph_quantization, result_checks
+from sdonnx.compiler import module_graph, result_checks
 from sdonnx.compiler.compile_options import check_options
-from sdonnx.compiler.graph_quantization import GraphQuantization
 from sdonnx.compiler.graph_target import GraphTarget, for_types
-from sdonnx.compiler.module_graph import build_model
+from sdonnx.compiler.module_graph import GraphQuantization, build_model
 from sdonnx.compiler.result_checks import CHECKED_CALLS, MAX_QUANTIZED_ERROR, ResultCheck
 from sdonnx.compiler.supported_modules import SUPPORTED
 from sdonnx.errors import OptionError
@@ -47,7 +46,7 @@ def capability() -> Iterator[mock.Mock]:
     """The compute capability of the GPU, which a test may change; the library is usable for all types."""
     with (
         mock.patch.object(Device, "capability", return_value=(9, 0)) as found,
-        mock.patch.object(graph_quantization, "for_types", lambda target, _: target),
+        mock.patch.object(module_graph, "for_types", lambda target, _: target),
     ):
         yield found
 

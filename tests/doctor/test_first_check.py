@@ -35,7 +35,7 @@ from sdonnx.doctor.first_check import (
 from sdonnx.doctor.gpu import cuda_libraries
 from sdonnx.doctor.kernel_library import KernelLibrary
 from sdonnx.errors import OptionError
-from sdonnx.folder.cache_root import cache_folder
+from sdonnx.folder.folder_cache import cache_folder
 from sdonnx.operators.operator_table import OUR_CONTRACTS, OUR_KERNEL_CASES
 from sdonnx.quantization.quantization_types import TYPES
 

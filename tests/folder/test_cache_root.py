@@ -8,7 +8,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.cache_root import cache_folder, cache_limit, parse_size, shown_size
+from sdonnx.folder.folder_cache import cache_folder, cache_limit, parse_size, shown_size
 
 
 def test_cache_folder() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sdonnx.folder.stored_numbers import STORED_FORMATS
-from sdonnx.quantization.number_formats import FORMATS
+from sdonnx.quantization.quantization_types import FORMATS
 
 every_format = pytest.mark.parametrize("name", FORMATS)
 

@@ -15,9 +15,9 @@ from support.dequantize import dequantize
 from support.pipelines import refused
 
 from sdonnx.errors import WeightsError
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import quantize, scales_of
 from sdonnx.metrics import relative_error
-from sdonnx.quantization.number_formats import FORMATS, NumberFormat
+from sdonnx.quantization.quantization_types import FORMATS, NumberFormat
 
 Array = npt.NDArray[Any]
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 from support.graphs import Array, copied, feeds_for, graph, int64, node_of, operators, run, used
 
-from sdonnx.fusions.count_attention_keys import count_keys
+from sdonnx.fusions.fuse_multi_head_attention import count_keys
 from sdonnx.fusions.fusion_table import PROVIDERS, stages
 from sdonnx.graph.match import PassOutcome
 from sdonnx.graph.passes import infer_shapes, tidy

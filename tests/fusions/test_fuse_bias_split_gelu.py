@@ -16,7 +16,7 @@ from support.graphs import (
     run,
 )
 
-from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
+from sdonnx.fusions.fuse_bias_add import GegluToBiasSplitGelu
 from sdonnx.operators.contrib_elementwise import SPLIT_GELU_WIDTHS
 
 X, Y = "float[B,S,2560] x", "float[B,S,1280] y"

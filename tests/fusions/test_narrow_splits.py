@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.graphs import assert_pass_fires, assert_same_function, copied, graph, int64, operators
 
+from sdonnx.fusions.fuse_split import narrow_splits
 from sdonnx.fusions.fusion_table import fuse
-from sdonnx.fusions.narrow_splits import narrow_splits
 from sdonnx.graph.edit import MAX_SPLIT_OUTPUTS
 from sdonnx.graph.passes import infer_shapes
 

@@ -27,8 +27,7 @@ from support.graphs import (
 )
 
 from sdonnx.fusions.fold_modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
-from sdonnx.fusions.fuse_fast_gelu import GeluToFastGelu
-from sdonnx.fusions.fuse_gelu import TanhToGelu
+from sdonnx.fusions.fuse_gelu import GeluToFastGelu, TanhToGelu
 from sdonnx.fusions.fuse_gemm import ResidualIntoGemm, RowPastProduct
 from sdonnx.fusions.fuse_layer_norm import SquaresToRmsNorm
 from sdonnx.fusions.fuse_skip_layer_norm import LayerNormToSkipLayerNorm, RmsNormToSkipRmsNorm

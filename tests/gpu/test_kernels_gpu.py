@@ -27,7 +27,7 @@ from sdonnx.metrics import output_error, relative_error
 from sdonnx.operators.kernel_case import TOLERANCE, Array, Fill, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import OUR_CONTRACTS, OUR_KERNEL_CASES, contract_of_case
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits
 from sdonnx.runtime.device.device import device_for
 from sdonnx.runtime.device.session import BufferPart, Graph, Run, SessionSettings
 

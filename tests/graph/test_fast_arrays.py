@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sdonnx.graph import fast_arrays
-from sdonnx.graph.fast_arrays import cast, transposed
+from sdonnx.graph import tensors
+from sdonnx.graph.tensors import cast, transposed
 from sdonnx.operators.kernel_case import Array
 
 # NumPy converts arrays of the first size, torch arrays of the second.
@@ -64,7 +64,7 @@ def test_memory_that_torch_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(cast(each, np.float16), each.astype(np.float16))
         np.testing.assert_array_equal(transposed(each, (1, 0)), each.T)
     monkeypatch.delitem(sys.modules, "torch")
-    assert fast_arrays._tensor_of(values) is None
+    assert tensors._tensor_of(values) is None
     np.testing.assert_array_equal(transposed(values, (1, 0)), values.T)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert fast_arrays._tensor_of(values) is not None
+    assert tensors._tensor_of(values) is not None

@@ -28,7 +28,7 @@ from support.operator_tests import OperatorTest
 from transformers import CLIPTextConfig, CLIPTextModel
 from transformers.activations import QuickGELUActivation
 
-from sdonnx.fusions.fuse_quick_gelu import SigmoidToQuickGelu
+from sdonnx.fusions.fuse_gelu import SigmoidToQuickGelu
 from sdonnx.fusions.fusion_table import PROVIDERS, fuse
 
 

@@ -26,10 +26,8 @@ from sdonnx.precision_search.calibrate import Activations, calibrate, chosen_mag
 from sdonnx.precision_search.optimize_automatically import optimize_automatically
 from sdonnx.precision_search.record_inputs import run_probe
 from sdonnx.precision_search.search_options import ProbeSettings
-from sdonnx.quantization.calibration_file import CALIBRATION, read_calibration
-from sdonnx.quantization.number_formats import FORMATS
-from sdonnx.quantization.quantization_config import QuantizationConfig
-from sdonnx.quantization.quantization_types import TYPES
+from sdonnx.quantization.quantization_config import CALIBRATION, QuantizationConfig, read_calibration
+from sdonnx.quantization.quantization_types import FORMATS, TYPES
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
 

@@ -15,12 +15,11 @@ from support.graphs import Array, feeds_for, graph, normal, operators, run
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import quantize, scales_of
 from sdonnx.graph.modules import MODULE_KEY
 from sdonnx.metrics import relative_error
-from sdonnx.quantization.number_formats import FORMATS
 from sdonnx.quantization.quantization_config import QuantizationPolicy
-from sdonnx.quantization.quantization_types import TYPES, QuantizationType
+from sdonnx.quantization.quantization_types import FORMATS, TYPES, QuantizationType
 from sdonnx.quantization.quantize_weights import QuantizeWeights
 
 DYNAMIC = [each for each in TYPES.values() if not each.is_weight_only and not each.is_static]

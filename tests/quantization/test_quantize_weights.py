@@ -17,7 +17,7 @@ from support.pipelines import refused
 
 from sdonnx.compose import shared_weights
 from sdonnx.errors import FolderError, OptionError, WeightsError
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import quantize, scales_of
 from sdonnx.graph.edit import input_of, tensor_of
 from sdonnx.graph.match import is_matrix
 from sdonnx.graph.modules import MODULE_KEY

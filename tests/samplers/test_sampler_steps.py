@@ -134,7 +134,7 @@ def test_as_many_steps_as_timesteps(name: str, spacing: str) -> None:
     within = name in ("euler", "euler_a", "heun")
     if (spacing == "leading" and not within) or (name == "unipc" and spacing == "linspace"):
         # An offset of 1, or one point beyond the last step, leaves fewer than 1000 timesteps.
-        with pytest.raises(OptionError, match="expected (at most|timesteps from 0 to) 99[89]"):
+        with pytest.raises(OptionError, match=r"expected (at most|timesteps from 0 to) 99[89]"):
             plan(config, 1000)
     else:
         assert np.isfinite(plan(config, 1000).matrices).all()

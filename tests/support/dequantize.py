@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sdonnx.folder.symmetric import along
+from sdonnx.folder.stored_numbers import along
 
 __all__ = ["dequantize"]
 

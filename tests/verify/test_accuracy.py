@@ -36,9 +36,9 @@ from sdonnx.sample.shapes.shape_judge import held_out_captions, wilson_interval
 from sdonnx.sample.shapes.shape_scenes import is_caption, is_held_out, read_caption
 from sdonnx.sample.tokenizer import build_tokenizer, save_tokenizer
 from sdonnx.sample.write_sample import ARCHITECTURES
-from sdonnx.verify.accuracy import DEFAULT_CAPTIONS, captions_to_judge, compare_accuracy, draw_captions
 from sdonnx.verify.certificate_page import certificate_html
 from sdonnx.verify.verification import Thresholds
+from sdonnx.verify.verifier import DEFAULT_CAPTIONS, captions_to_judge, compare_accuracy, draw_captions
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.workload_tables import trusted_results, unit_for, verdict
-from sdonnx.benchmark.results import Result, Summary, quantile
-from sdonnx.benchmark.shown_names import OURS
+from sdonnx.benchmark.results import OURS, Result, Summary, quantile
 from sdonnx.html.tables import DASH, decimals_for, number, ratio
 from sdonnx.reference.workload import Workload
 

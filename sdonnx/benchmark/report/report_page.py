@@ -10,12 +10,10 @@ from sdonnx.benchmark.report.charts import make_panels
 from sdonnx.benchmark.report.headline import make_headline
 from sdonnx.benchmark.report.palette import Palette
 from sdonnx.benchmark.report.workload_tables import make_tables, memory_kinds, results_by_workload, settings_text
-from sdonnx.benchmark.results import LARGE_SPREAD, Comparison
-from sdonnx.benchmark.shown_names import with_shown_names
+from sdonnx.benchmark.results import LARGE_SPREAD, Comparison, with_shown_names
 from sdonnx.html.gallery import Gallery, make_gallery
-from sdonnx.html.machine import device_name, installed_packages, machine_facts
 from sdonnx.html.page import readable_date, render_page, write_page
-from sdonnx.html.tables import DASH, Row, Table
+from sdonnx.html.tables import DASH, Row, Table, device_name, installed_packages, machine_facts
 from sdonnx.metrics import MIN_PSNR_DB
 from sdonnx.models.registry import model_name
 from sdonnx.reference import REFERENCE

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sdonnx.fusions.fuse_bias_split_gelu import GegluToBiasSplitGelu
+from sdonnx.fusions.fuse_bias_add import GegluToBiasSplitGelu
 from sdonnx.fusions.sdonnx_domain.convolution_rules import drop_bias, movable_bias
 from sdonnx.fusions.sdonnx_domain.repeated_rows import copied_value
 from sdonnx.fusions.sdonnx_domain.replacement import replace_by, without_absent

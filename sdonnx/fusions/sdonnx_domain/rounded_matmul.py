@@ -13,7 +13,7 @@ import onnx_ir as ir
 from sdonnx.fusions.sdonnx_domain.replacement import both_orders
 from sdonnx.graph.edit import constant_value, dims, dtype_of, is_weight, optional_input
 from sdonnx.graph.match import producer_of
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits
 
 __all__ = ["RoundedMatMul", "RoundedRows", "rounded_matmul", "rounded_projections"]
 

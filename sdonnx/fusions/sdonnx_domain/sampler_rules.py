@@ -14,8 +14,8 @@ import onnx_ir as ir
 from sdonnx.graph.edit import constant_value, dims, input_of, insert_multi, producer_node, replace
 from sdonnx.graph.match import MatchFailure, ancestors, match_failure, producer_of
 from sdonnx.models import abi
+from sdonnx.operators.contract import TO_NCHW, TO_NHWC
 from sdonnx.operators.kernel_case import OUR_DOMAIN
-from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
 from sdonnx.operators.sdonnx_domain.sampler import check_sampler_input, check_sampler_step
 from sdonnx.samplers.plans import HEADER, matrix_start
 

@@ -21,10 +21,15 @@ from sdonnx.fusions.sdonnx_domain.elementwise_rules import (
     concat_channels,
     upsample_nearest,
 )
-from sdonnx.fusions.sdonnx_domain.matmul_8bit_rules import scaled_matmul, scaled_self_attention, scaled_skip_layer_norm
+from sdonnx.fusions.sdonnx_domain.matmul_8bit_rules import (
+    rows_of_source,
+    rows_of_sum,
+    scaled_matmul,
+    scaled_self_attention,
+    scaled_skip_layer_norm,
+)
 from sdonnx.fusions.sdonnx_domain.matmul_rules import bias_add, fast_gelu, gemm, mat_mul, sum_with_bias
 from sdonnx.fusions.sdonnx_domain.norm_rules import group_norm, layer_norm, skip_layer_norm
-from sdonnx.fusions.sdonnx_domain.quantized_row_rules import rows_of_source, rows_of_sum
 from sdonnx.fusions.sdonnx_domain.replacement import DefaultImage, Replacement, is_read
 from sdonnx.fusions.sdonnx_domain.sampler_rules import use_sampler_kernels
 from sdonnx.fusions.sdonnx_domain.stack_scales import stack_scales

@@ -34,10 +34,9 @@ from sdonnx.graph.edit import (
     required,
     static_dim,
 )
-from sdonnx.operators.contract import SdonnxContract, sdonnx_case
+from sdonnx.operators.contract import SdonnxContract, copied_rows, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
 from sdonnx.operators.multi_head_attention import mask_of_first_keys
-from sdonnx.operators.reference_body import copied_rows
 
 __all__ = ["ATTENTION", "HEAD_SIZES", "SELF_ATTENTION", "check_attention", "check_heads", "check_self_attention"]
 

@@ -12,9 +12,8 @@ from itertools import product
 import onnx_ir as ir
 
 from sdonnx.graph.edit import dims, input_of, optional_input, static_dim
-from sdonnx.operators.contract import SdonnxContract, sdonnx_case
+from sdonnx.operators.contract import SdonnxContract, channels_last_conv, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.reference_body import channels_last_conv
 
 __all__ = ["CHANNELS_LAST_CONV", "check_channels_last_conv"]
 

@@ -29,9 +29,8 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, insert_multi, optional_input, static_dim
-from sdonnx.operators.contract import SdonnxContract, on_inputs, sdonnx_case
+from sdonnx.operators.contract import SdonnxContract, copied_rows, on_inputs, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.reference_body import copied_rows
 
 __all__ = [
     "BIAS_SPLIT_GELU",

@@ -26,10 +26,9 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, optional_input, static_dim
-from sdonnx.operators.contract import SdonnxContract, on_inputs, sdonnx_case
+from sdonnx.operators.contract import SdonnxContract, copied_rows, on_inputs, sdonnx_case
 from sdonnx.operators.contrib_norms import normalized_groups, stable_epsilon, sum_with_skip
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.reference_body import copied_rows
 
 __all__ = [
     "GROUP_NORM",

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from sdonnx.graph.edit import constant, graph_of, input_of, insert, insert_multi, optional_input, static_dim
 from sdonnx.operators.contract import SdonnxContract, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits, encoded
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits, encoded
 
 __all__ = ["LAYER_NORM_ROWS", "QUANTIZE_ROWS", "SPLIT_GELU_ROWS", "SUM_ROWS", "check_rows"]
 

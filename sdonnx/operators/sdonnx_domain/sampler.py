@@ -27,9 +27,8 @@ import numpy as np
 import onnx_ir as ir
 
 from sdonnx.graph.edit import constant, dims, graph_of, input_of, insert, static_dim
-from sdonnx.operators.contract import SdonnxContract, on_inputs, sdonnx_case
+from sdonnx.operators.contract import TO_NCHW, TO_NHWC, SdonnxContract, on_inputs, sdonnx_case
 from sdonnx.operators.kernel_case import Fill, KernelCase
-from sdonnx.operators.reference_body import TO_NCHW, TO_NHWC
 from sdonnx.samplers.plans import HEADER, STATE_ROWS, matrix_start, row_size
 
 __all__ = ["SAMPLER_INPUT", "SAMPLER_STEP", "check_sampler_input", "check_sampler_step"]

@@ -31,7 +31,7 @@ from sdonnx.graph.edit import dims
 from sdonnx.graph.passes import tidy
 from sdonnx.operators.kernel_case import OUR_DOMAIN
 from sdonnx.operators.operator_table import contract_of
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits
 from sdonnx.quantization.quantization_config import QuantizationPolicy
 from sdonnx.quantization.quantization_types import TYPES
 from sdonnx.quantization.quantize_weights import QuantizeWeights

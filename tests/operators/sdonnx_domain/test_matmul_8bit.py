@@ -13,8 +13,7 @@ from support.operator_tests import OperatorTest, failure_of, half
 
 from sdonnx.operators.kernel_case import OUR_DOMAIN, Fill, KernelCase
 from sdonnx.operators.kernel_case_graphs import model_of
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
-from sdonnx.operators.sdonnx_domain.matmul_8bit import check_scaled_mat_mul
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits, check_scaled_mat_mul
 
 TYPES = {EightBits.E4M3: torch.float8_e4m3fn, EightBits.E5M2: torch.float8_e5m2, EightBits.INT8: torch.int8}
 BITS = {0: Fill.E4M3_BITS, 1: Fill.SCALES, 2: Fill.E4M3_BITS, 3: Fill.SCALES}

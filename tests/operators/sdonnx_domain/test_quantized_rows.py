@@ -18,7 +18,7 @@ from sdonnx.metrics import relative_error
 from sdonnx.operators.kernel_case import OUR_DOMAIN, Array, KernelCase, rounded
 from sdonnx.operators.kernel_case_graphs import model_of
 from sdonnx.operators.operator_table import OUR_KERNEL_CASES
-from sdonnx.operators.sdonnx_domain.eight_bits import EightBits
+from sdonnx.operators.sdonnx_domain.matmul_8bit import EightBits
 from sdonnx.operators.sdonnx_domain.quantized_rows import check_rows
 
 TYPES = {EightBits.E4M3: torch.float8_e4m3fn, EightBits.E5M2: torch.float8_e5m2, EightBits.INT8: torch.int8}

@@ -20,14 +20,14 @@ from support.weekly_cases import weekly
 
 from sdonnx.__main__ import main
 from sdonnx.errors import WeightsError
-from sdonnx.folder.symmetric import quantize, scales_of
+from sdonnx.folder.stored_numbers import quantize, scales_of
 from sdonnx.folder.weight_table import Place, WeightTable
 from sdonnx.lora.adapter_file import read_adapter
 from sdonnx.lora.changed_component import change_component
 from sdonnx.metrics import psnr
 from sdonnx.optimize.bake_adapters import bake_adapters
-from sdonnx.quantization.number_formats import FORMATS
 from sdonnx.quantization.quantization_config import QuantizationConfig
+from sdonnx.quantization.quantization_types import FORMATS
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 
 Array = npt.NDArray[Any]

@@ -22,8 +22,8 @@ from sdonnx.doctor import first_check
 from sdonnx.doctor.check_kernels import ATTENTION, OWN_KERNEL_CASES_FILE, read_kernel_cases
 from sdonnx.doctor.first_check import SELF_CHECK, KernelWarning
 from sdonnx.errors import ProviderError
-from sdonnx.folder.cache_root import cache_folder
 from sdonnx.folder.certificate import LoadedFolder
+from sdonnx.folder.folder_cache import cache_folder
 from sdonnx.folder.folder_version import read_report
 from sdonnx.models.registry import family_of
 from sdonnx.models.spec import Role
