@@ -23,10 +23,6 @@ ALLOWED: Mapping[str, set[str]] = {
     # Arguments and methods of diffusers' pipelines, which `OrtDiffusionPipeline` shares.
     "runtime/pipeline.py": {"ip_adapter_image", "ip_adapter_image_embeds", "ip_adapter_scale", "set_ip_adapter_scale"},
     "runtime/pipeline_base.py": {"IP-Adapters", "ip_adapter_image", "ip_adapter_scale", "set_ip_adapter_scale"},
-    # Fields of requests are those arguments.
-    "serve/conditioning_images.py": {"IP-Adapter", "ip_adapter_image", "ip_adapter_scale"},
-    "serve/http/request_fields.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
-    "serve/image_request.py": {"IP-Adapter", "IP-Adapters", "ip_adapter_image", "ip_adapter_scale"},
     "compiler/compiled_unet.py": {"IP-Adapter", "IP-Adapters", "ip_adapter", "load_ip_adapter", "num_ip_adapters"},
     "reference/diffusers_pipeline.py": {"ip_adapter_scale", "load_ip_adapter", "set_ip_adapter_scale"},
     "reference/optimized_pipeline.py": {"--ip_adapter", "ip_adapter_scale"},
@@ -62,14 +58,6 @@ ALLOWED: Mapping[str, set[str]] = {
         "ip_adapter_scale",
     },
     "cli/export.py": {"--ip_adapter", "IP-Adapters", "ip_adapter", "ip_adapters"},
-    "cli/generate.py": {"ip_adapter_image", "ip_adapter_scale"},
-    "cli/generate_options.py": {
-        "--ip_adapter_image",
-        "--ip_adapter_scale",
-        "IP-Adapter",
-        "ip_adapter_image",
-        "ip_adapter_scale",
-    },
     "cli/verify.py": {
         "--ip_adapter",
         "--ip_adapter_scale",

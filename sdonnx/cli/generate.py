@@ -30,6 +30,7 @@ from sdonnx.cli.generate_options import (
 )
 from sdonnx.cli.write_images import QUALITY, STDOUT, Destination, encoded, webui_text
 from sdonnx.errors import OptionError, SdonnxError
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_ARGUMENTS
 from sdonnx.terminal import add_common, add_option, console, step_progress
 
 if TYPE_CHECKING:
@@ -47,11 +48,9 @@ _MINIMA = dict.fromkeys(("steps", "num_images", "height", "width", "quality", "m
 _OPTIONS = {"num_inference_steps": "--steps", "num_images_per_prompt": "--num_images", "tile_size": "--vae_tiling"} | {
     name: f"--{name}"
     for name in (
-        "adapter_conditioning_factor", "adapter_conditioning_scale", "adapter_image", "clip_skip",
-        "control_guidance_end", "control_guidance_start", "control_image", "control_mode",
-        "controlnet_conditioning_scale", "eta", "guess_mode", "guidance_scale", "height", "ip_adapter_image",
-        "ip_adapter_scale", "mask_image", "negative_prompt", "prompt_weighting", "seed", "sigmas", "strength",
-        "timesteps", "width",
+        *(each.name for each in CONDITIONING_ARGUMENTS),
+        "clip_skip", "eta", "guidance_scale", "height", "mask_image", "negative_prompt", "prompt_weighting", "seed",
+        "sigmas", "strength", "timesteps", "width",
     )
 }  # fmt: skip
 _VERB = r"(?= (?:is|given|start)\b)"

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sdonnx.errors import OptionError
 from sdonnx.lora.lora_folder import lora_files, lora_name
 from sdonnx.runtime.inputs.argument_checks import require_sides
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_ARGUMENTS, CONDITIONING_IMAGES
 from sdonnx.terminal import add_option
 
 if TYPE_CHECKING:
@@ -55,38 +56,19 @@ def read_image(path: Path | None) -> Image.Image | None:
         raise OptionError(f"{path} cannot be read ({error})", "an image file") from error
 
 
-_IMAGES = ("ip_adapter_image", "control_image", "adapter_image")
-_NUMBERS = (
-    "ip_adapter_scale",
-    "controlnet_conditioning_scale",
-    "control_guidance_start",
-    "control_guidance_end",
-    "control_mode",
-    "adapter_conditioning_scale",
-)
+_LISTED: Mapping[str, Any] = {"images": Path, "weights": float, "shares": float, "types": int}
 
 
 def add_conditioning_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for images that condition the denoiser, and their weights."""
-    add = partial(add_option, parser)
-    add("--ip_adapter_image", nargs="+", type=Path, default=[], help="one image prompt per IP-Adapter of the folder")
-    scales = "weight of all image prompts, or of each (default: 1)"
-    add("--ip_adapter_scale", nargs="+", type=float, default=[], help=scales)
-    images = "one image per ControlNet of the folder, or the images of a ControlNet-Union"
-    add("--control_image", nargs="+", type=Path, default=[], help=images)
-    scale = "weight of all ControlNets, or of each (default: 1)"
-    add("--controlnet_conditioning_scale", nargs="+", type=float, default=[], help=scale)
-    start = "share of the steps, 0 to 1, from which on the ControlNets run, or one for each (default: 0)"
-    add("--control_guidance_start", nargs="+", type=float, default=[], help=start)
-    end = "share of the steps, 0 to 1, after which the ControlNets do not run, or one for each (default: 1)"
-    add("--control_guidance_end", nargs="+", type=float, default=[], help=end)
-    add("--guess_mode", action="store_true", help="let the ControlNets apply to the prompt only, and less at the top")
-    add("--control_mode", nargs="+", type=int, default=[], help="type of each image of a ControlNet-Union, from 0 on")
-    add("--adapter_image", nargs="+", type=Path, default=[], help="one image per T2I-Adapter of the folder")
-    weight = "weight of all T2I-Adapters, or of each (default: 1)"
-    add("--adapter_conditioning_scale", nargs="+", type=float, default=[], help=weight)
-    factor = "share of the steps, 0 to 1, that the T2I-Adapters change (default: 1)"
-    add("--adapter_conditioning_factor", type=float, default=None, help=factor)
+    for each in CONDITIONING_ARGUMENTS:
+        add = partial(add_option, parser, f"--{each.name}", help=each.help)
+        if each.kind == "flag":
+            add(action="store_true")
+        elif each.kind == "share":
+            add(type=float, default=None)
+        else:
+            add(nargs="+", type=_LISTED[each.kind], default=[])
 
 
 def conditioning_arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,30 +77,21 @@ def conditioning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OptionError: an image cannot be read.
     """
-    found: dict[str, Any] = {}
-    for name in (*_IMAGES, *_NUMBERS):
-        if given := getattr(options, name):
-            values = [read_image(path) for path in given] if name in _IMAGES else list(given)
-            is_one = len(values) == 1 and name != "ip_adapter_image"
-            found[name] = values[0] if is_one else values
-    if options.guess_mode:
-        found["guess_mode"] = True
-    if options.adapter_conditioning_factor is not None:
-        found["adapter_conditioning_factor"] = options.adapter_conditioning_factor
-    return found
+    found = _given_conditioning(options)
+    for name in found.keys() & set(CONDITIONING_IMAGES):
+        found[name] = [read_image(path) for path in found[name]]
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in found.items()}
 
 
 def conditioning_parameters(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the parameters to write into image files, by name; those of control images only if there are some."""
-    images = {name: [path.name for path in getattr(options, name)] for name in _IMAGES}
-    numbers = {name: getattr(options, name) for name in _NUMBERS}
-    prompts = {"ip_adapter_image": images.pop("ip_adapter_image"), "ip_adapter_scale": numbers.pop("ip_adapter_scale")}
-    if not any(images.values()):
-        return prompts
-    others = images | numbers | {"guess_mode": options.guess_mode}
-    given = {name: value for name, value in others.items() if value}
-    factor = options.adapter_conditioning_factor
-    return prompts | given | ({} if factor is None else {"adapter_conditioning_factor": factor})
+    """Return the parameters to write into image files, by name."""
+    found = _given_conditioning(options)
+    return found | {name: [path.name for path in found[name]] for name in CONDITIONING_IMAGES if name in found}
+
+
+def _given_conditioning(options: argparse.Namespace) -> dict[str, Any]:
+    values = {each.name: getattr(options, each.name) for each in CONDITIONING_ARGUMENTS}
+    return {name: value for name, value in values.items() if value or isinstance(value, float)}
 
 
 # AUTOMATIC1111's notation (extra_networks.py and extra_networks_lora.py of stable-diffusion-webui): a name, the weight

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from sdonnx.errors import OptionError, UnavailableError
+from sdonnx.runtime.inputs.conditioning_images import offered_inputs
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.serve.batch_worker import BatchWorker, LaterCapture, ServedModel
-from sdonnx.serve.conditioning_images import has_conditioning, offered_inputs
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
 from sdonnx.serve.image_service import GeneratedImages, ImageJob, ServeObserver
 from sdonnx.serve.serve_settings import ServeLimits
@@ -201,7 +201,7 @@ class AsyncPipeline:
 
     async def accept(self, request: ImageRequest) -> ImageJob:
         """Queue a request and return it; see `submit`. Control images are resized in another thread."""
-        if not has_conditioning(request):
+        if not request.conditioning_values():
             return self.submit(request)
         return self._queue(await asyncio.to_thread(self._plan, request))
 

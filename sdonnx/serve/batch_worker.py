@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sdonnx.errors import DeviceMemoryError, QueueFullError, SdonnxError, UnavailableError
 from sdonnx.runtime.device.device_thread import device_thread
-from sdonnx.serve.conditioning_images import call_arguments, plan_conditioning
+from sdonnx.runtime.inputs.conditioning_images import call_arguments, plan_conditioning
 from sdonnx.serve.fair_queue import FairQueue, is_fair
 from sdonnx.serve.image_request import BatchKey, check_request
 from sdonnx.serve.image_service import ImageJob, ServeObserver, StepProgress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,14 @@ import numpy as np
 from PIL import Image
 
 from sdonnx.errors import OptionError, PromptError, SchedulerError
-from sdonnx.runtime.sampling.noise import fresh_seed
-from sdonnx.samplers import config_for, is_planned
-from sdonnx.serve.conditioning_images import (
+from sdonnx.runtime.inputs.conditioning_images import (
     CONDITIONING_IMAGES,
-    Conditioning,
-    ConditioningImages,
+    ConditioningValues,
+    ImageConditioning,
     plan_conditioning,
 )
+from sdonnx.runtime.sampling.noise import fresh_seed
+from sdonnx.samplers import config_for, is_planned
 from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.serve.served_loras import LoraWeights, plan_loras
 
@@ -32,8 +32,8 @@ _MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class ImageRequest:
-    """A request for images; None is the default of the model.
+class ImageRequest(ConditioningValues):
+    """A request for images, with the images next to the prompt of `ConditioningValues`; None is the model's default.
 
     Attributes:
         prompt: text.
@@ -49,18 +49,6 @@ class ImageRequest:
         image: image to start from.
         mask_image: mask for `image`: white is repainted, black is kept.
         strength: share of the denoising steps to run from `image`, 0 to 1.
-        control_image: image for the folder's ControlNet, or a list with one for each ControlNet, or for each type of a
-            single ControlNet-Union.
-        controlnet_conditioning_scale: weight of all ControlNets, or a list of weights.
-        control_guidance_start: share of the steps from which on ControlNets are computed, or a list.
-        control_guidance_end: share of the steps after which ControlNets are not computed, or a list.
-        guess_mode: whether residuals grow with depth, and apply to the prompt only.
-        control_mode: type of each image of a ControlNet-Union.
-        adapter_image: image for the folder's T2I-Adapter, or a list with one for each.
-        adapter_conditioning_scale: weight of all T2I-Adapters, or a list of weights.
-        adapter_conditioning_factor: share of the steps that add the residuals of T2I-Adapters.
-        ip_adapter_image: image prompt of the folder's IP-Adapter, or a list with one for each; none for weight 0.
-        ip_adapter_scale: weight of all IP-Adapters, or a list of weights.
         loras: weights of LoRAs by the names under which they are served, -10 to 10. They apply in alphabetical order.
         num_previews: number of previews of each image, evenly spaced over the steps.
         output_type: "pil" for PIL images, "np" for float32 arrays (H,W,3) from 0 to 1.
@@ -81,17 +69,6 @@ class ImageRequest:
     image: Image.Image | None = None
     mask_image: Image.Image | None = None
     strength: float | None = None
-    control_image: ConditioningImages | None = None
-    controlnet_conditioning_scale: float | Sequence[float] | None = None
-    control_guidance_start: float | Sequence[float] | None = None
-    control_guidance_end: float | Sequence[float] | None = None
-    guess_mode: bool | None = None
-    control_mode: int | Sequence[int] | None = None
-    adapter_image: ConditioningImages | None = None
-    adapter_conditioning_scale: float | Sequence[float] | None = None
-    adapter_conditioning_factor: float | None = None
-    ip_adapter_image: ConditioningImages | None = None
-    ip_adapter_scale: float | Sequence[float] | None = None
     loras: Mapping[str, float] | None = None
     num_previews: int = 0
     output_type: str = "pil"
@@ -116,7 +93,7 @@ class BatchKey:
         start: "noise", "image" or "mask".
         strength: share of the steps to run; None for the model's default.
         output_type: see `ImageRequest`.
-        conditioning: image prompts of IP-Adapters, and the weights and the number of control images.
+        conditioning: image prompts, and the weights and the number of control images.
         is_single: whether an image would depend on others of its batch, so that it is generated alone.
         loras: LoRAs and their weights.
     """
@@ -152,7 +129,7 @@ class PlannedRequest:
     key: BatchKey
     guidance_scale: float
     seed: int
-    conditioning: Conditioning
+    conditioning: ImageConditioning
 
     @property
     def cost(self) -> float:

@@ -22,7 +22,7 @@ from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimit
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr
-from sdonnx.serve.conditioning_images import offered_inputs
+from sdonnx.runtime.inputs.conditioning_images import offered_inputs
 from sdonnx.serve.http.uploaded_images import read_conditioning
 from sdonnx.serve.serve_settings import ServeSettings
 

@@ -27,7 +27,7 @@ from support.serve_load import CAPTIONS
 from support.serving import file_of
 
 from sdonnx import ImageRequest, OrtDiffusionPipeline, ServeLimits
-from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_IMAGES
 from sdonnx.serve.http.request_fields import LISTED_FIELDS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "triton"

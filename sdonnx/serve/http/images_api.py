@@ -18,7 +18,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from sdonnx.errors import OptionError
-from sdonnx.serve.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_IMAGES, MAX_CONDITIONING_IMAGES
 from sdonnx.serve.http.openai_errors import CLIENT_LEFT, ErrorResponse, error_response
 from sdonnx.serve.http.request_fields import (
     LISTED_FIELDS,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, create_model
 
 from sdonnx.errors import OptionError
-from sdonnx.serve.conditioning_images import MAX_CONDITIONING_IMAGES
+from sdonnx.runtime.inputs.conditioning_images import (
+    CONDITIONING_ARGUMENTS,
+    MAX_CONDITIONING_IMAGES,
+    ConditioningArgument,
+)
 from sdonnx.serve.image_request import ImageRequest
 from sdonnx.serve.served_loras import MAX_LORA_WEIGHT, MAX_LORAS
 
 __all__ = [
     "LISTED_FIELDS",
     "LORAS",
-    "ConditioningFields",
-    "ConditioningTexts",
     "EditFields",
     "Finite",
     "GenerationFields",
@@ -57,35 +59,21 @@ Types = Annotated[list[_Type], *_one_or_list({"type": "integer", "minimum": 0, "
 Texts = Annotated[list[str], *_one_or_list({"type": "string"})]
 
 
-class ConditioningFields(BaseModel):
-    """Numbers that belong to images next to the prompt. They have the names of the pipeline's arguments."""
-
-    controlnet_conditioning_scale: Weights | None = Field(None, description="weight of all ControlNets, or of each")
-    control_guidance_start: Shares | None = Field(None, description="share of the steps at which ControlNets start")
-    control_guidance_end: Shares | None = Field(None, description="share of the steps at which ControlNets end")
-    guess_mode: bool | None = Field(None, description="scale residuals with depth, and apply them to the prompt only")
-    control_mode: Types | None = Field(None, description="type of each image of a ControlNet-Union")
-    adapter_conditioning_scale: Weights | None = Field(None, description="weight of all T2I-Adapters, or of each")
-    adapter_conditioning_factor: _Share | None = Field(None, description="share of the steps with T2I-Adapters")
-    ip_adapter_scale: Weights | None = Field(None, description="weight of all IP-Adapters, or of each")
-
-    def conditioning(self) -> dict[str, Any]:
-        """Return the numbers by name, a single one without its list."""
-        values = {name: getattr(self, name) for name in ConditioningFields.model_fields}
-        return {
-            name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in values.items()
-        }
+_KINDS = {"images": Texts, "weights": Weights, "shares": Shares, "types": Types, "share": _Share, "flag": bool}
 
 
-class ConditioningTexts(BaseModel):
-    """Images next to the prompt in JSON: base64, or a data URL."""
+def _fields(arguments: Iterable[ConditioningArgument], note: str = "") -> Any:
+    """Return a model with fields for arguments of the pipeline. mypy does not know its fields."""
+    given: dict[str, Any] = {
+        each.name: (_KINDS[each.kind] | None, Field(None, description=each.help + note)) for each in arguments
+    }
+    return create_model("Conditioning", **given)
 
-    control_image: Texts | None = Field(None, description="image for each ControlNet: base64 or a data URL")
-    adapter_image: Texts | None = Field(None, description="image for each T2I-Adapter: base64 or a data URL")
-    ip_adapter_image: Texts | None = Field(None, description="image for each IP-Adapter: base64 or a data URL")
 
+_IMAGES = [each for each in CONDITIONING_ARGUMENTS if each.kind == "images"]
+_NUMBERS = [each for each in CONDITIONING_ARGUMENTS if each.kind != "images"]
 
-LISTED_FIELDS = ConditioningFields.model_fields.keys() - {"guess_mode", "adapter_conditioning_factor"}
+LISTED_FIELDS = {each.name for each in _NUMBERS if each.kind not in ("share", "flag")}
 """Fields that a form may repeat."""
 
 
@@ -141,7 +129,7 @@ _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 Ignored = Annotated[str | None, Field(max_length=1000, description="accepted for compatibility, without effect")]
 
 
-class ImageFields(ConditioningFields, LoraFields):
+class ImageFields(_fields(_NUMBERS), LoraFields):  # type: ignore[misc]
     """Fields of every request for images. A new one is added here, and passed on by `to_request`."""
 
     prompt: str = Field(max_length=32_000, description="description of the image")
@@ -186,6 +174,13 @@ class ImageFields(ConditioningFields, LoraFields):
             raise OptionError(f"size is {self.size!r}", "WIDTHxHEIGHT such as 512x512, or auto")
         return sizes
 
+    def conditioning(self) -> dict[str, Any]:
+        """Return the numbers that belong to images next to the prompt by name, a single one without its list."""
+        values = {each.name: getattr(self, each.name) for each in _NUMBERS}
+        return {
+            name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in values.items()
+        }
+
     def to_request(self) -> ImageRequest:
         """Return the request, without images.
 
@@ -210,7 +205,7 @@ class ImageFields(ConditioningFields, LoraFields):
         )
 
 
-class GenerationFields(ImageFields, ConditioningTexts):
+class GenerationFields(ImageFields, _fields(_IMAGES, ": base64 or a data URL")):  # type: ignore[misc]
     """The body of /v1/images/generations."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageOps
 
 from sdonnx.errors import OptionError
-from sdonnx.serve.conditioning_images import MAX_CONDITIONING_IMAGES
+from sdonnx.runtime.inputs.conditioning_images import MAX_CONDITIONING_IMAGES
 
 __all__ = ["Upload", "read_conditioning", "read_upload"]
 
