@@ -71,6 +71,11 @@ class PipelineBase(MissingFeatures):
         return self._reader.requires_mask
 
     @property
+    def distills_guidance(self) -> bool:
+        """Whether the denoiser reads the guidance scale, and so computes no rows of negative prompts."""
+        return self._reader.distills_guidance
+
+    @property
     def mixes_control_images(self) -> bool:
         """Whether images with control images depend on the others of their batch, as with a ControlNet-Union."""
         return self._inputs.controls.mixes_batch

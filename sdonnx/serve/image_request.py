@@ -87,7 +87,7 @@ class BatchKey:
         width: width in pixels.
         steps: number of denoising steps.
         scheduler: name of the sampler; None for the folder's.
-        guided: whether the weight of the prompt is over 1.
+        guided: whether the denoiser also computes rows of negative prompts.
         has_negative: whether there is a negative prompt, for models that replace a missing one by zeros (diffusers'
             `force_zeros_for_empty_prompt`); otherwise False.
         start: "noise", "image" or "mask".
@@ -206,6 +206,7 @@ def plan_request(
     _require_scheduler(request.scheduler, scheduler_config)
     chosen = plan_loras(request.loras, loras)
     conditioning = plan_conditioning(request, pipeline, height, width)
+    guided = scale > 1 and not pipeline.distills_guidance
     start = "noise" if request.image is None else "image" if request.mask_image is None else "mask"
     key = BatchKey(
         model=model,
@@ -213,9 +214,9 @@ def plan_request(
         width=width,
         steps=steps,
         scheduler=None if request.scheduler is None else request.scheduler.lower(),
-        guided=scale > 1,
+        guided=guided,
         has_negative=(
-            scale > 1
+            guided
             and request.negative_prompt is not None
             and bool(pipeline.folder.index.get("force_zeros_for_empty_prompt"))
         ),

@@ -28,6 +28,8 @@ from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.call_arguments import guidance_embedding
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
 from sdonnx.sample.write_sample import write_sample
+from sdonnx.serve.image_request import ImageRequest, plan_request
+from sdonnx.serve.serve_settings import ServeLimits
 
 SMALL: dict[str, Any] = {"height": 64, "width": 48}
 SAME_DB = 90
@@ -145,6 +147,19 @@ def test_no_rows_for_negative_prompts(lcm: Pair) -> None:
         (report,) = pipeline.captured_sizes
         assert not report.guided
         assert not pipeline.do_classifier_free_guidance
+
+
+def test_served_images_cost_what_they_compute(lcm: Pair) -> None:
+    """The queue counts no second copy, and every guidance scale may share a batch."""
+    config, limits = dict(lcm.ours.scheduler_config), ServeLimits()
+    plans = [
+        plan_request(
+            ImageRequest("a fox", guidance_scale=scale, num_inference_steps=2, **SMALL), "lcm", lcm.ours, config, limits
+        )
+        for scale in (1.0, 8.5)
+    ]
+    assert [each.cost for each in plans] == [2 * 64 * 48] * 2
+    assert plans[0].key == plans[1].key
 
 
 def test_a_callback_cannot_turn_guidance_on(lcm: Pair) -> None:
