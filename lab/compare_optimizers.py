@@ -76,7 +76,7 @@ page and the result files that it shows; do not edit it.
 - *attention* is MultiHeadAttention and Attention of com.microsoft. The other operators are also com.microsoft's, except
   LayerNormalization, which is ONNX's. ONNX operators that an optimizer did not change are not counted: for example,
   opset 23 has Attention and GroupNormalization.
-- sdonnx has fewer NhwcConv because it converts convolutions of 1x1 to matrix products.
+- sdonnx has fewer NhwcConv because it converts convolutions of 1x1 to matmuls.
 - *seconds* is the time from the file's path to the fused graph in memory, without imports. *peak* is the peak memory
   of the process (VmHWM). ONNX Runtime's optimizer has the options that its script sets for `--float16`; both
   optimizers run before the conversion to fp16.

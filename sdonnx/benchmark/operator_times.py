@@ -107,8 +107,8 @@ def trace_kernels(generate: Callable[[], Any]) -> list[tuple[str, float, float]]
 def generate_and_count_flops(source: DiffusersPipeline, prompt: str, workload: Workload) -> tuple[list[Image], int]:
     """Return the images of a loaded pipeline, and the floating-point operations of one denoiser call.
 
-    torch's FlopCounterMode counts two operations for a multiplication and addition in matrix products, convolutions
-    and attention. The counted call runs on the meta device, where attention is two matrix products: the counter does
+    torch's FlopCounterMode counts two operations for a multiplication and addition in matmuls, convolutions
+    and attention. The counted call runs on the meta device, where attention is two matmuls: the counter does
     not support every attention kernel.
     """
     import torch
@@ -138,7 +138,7 @@ def generate_and_count_flops(source: DiffusersPipeline, prompt: str, workload: W
 
 
 def matrix_rates(device: str) -> dict[str, float]:
-    """Return the floating-point operations per second of a large square matrix product, by data type.
+    """Return the floating-point operations per second of a large square matmul, by data type.
 
     The fastest of several batches: an upper bound, which the denoiser's rate is compared with.
     """

@@ -188,7 +188,7 @@ class Result:
         stages: None if they were not measured.
         agreement: None without a reference.
         flops: floating-point operations of a denoiser call; None if torch is not available to count them.
-        matrix_rate: floating-point operations per second of the device's matrix product, as measured.
+        matrix_rate: floating-point operations per second of the device's matmul, as measured.
         failure: the reason for a missing or untrusted result; None otherwise.
         unchecked: the reason for a failed reference, because of which the images were not compared.
         unstaged: the reason for missing stages.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sdonnx.errors import OptionError, OutputError, ProviderError
 from sdonnx.folder.prompt_file import read_prompts
 from sdonnx.precision_search.search_options import AUTO, CALIBRATION_CALLS, METHODS, Bounds, ProbeSettings
-from sdonnx.quantization.quantization_config import require_products
+from sdonnx.quantization.quantization_config import require_fp8_matmuls
 from sdonnx.terminal import add_option, console, tensor_progress
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def add_quantization_arguments(parser: argparse.ArgumentParser, description: str
         nargs="?",
         const="",
         metavar="TYPE",
-        help="quantize products and convolutions of the denoiser, for example int8_weightonly or "
+        help="quantize matmuls and convolutions of the denoiser, for example int8_weightonly or "
         "fp8_e4m3_e4m3_dynamic (also fp8, the default); auto chooses the modules by measurement",
     )
     add(
@@ -148,7 +148,7 @@ def quantized_request(options: argparse.Namespace, request: OptimizeRequest) -> 
     """
     config = quantization_config(options)
     if config is not None and request.suits_own_kernels and request.kernels == "auto":
-        require_products(config, _capability_here(), _ALSO)
+        require_fp8_matmuls(config, _capability_here(), _ALSO)
     request = replace(request, quantization=config, export_qdq=options.export_qdq, scales=_scales_of(options))
     if config is not None and config.needs_calibration and options.calibration_prompts is not None:
         from sdonnx.precision_search.calibrate import calibrate

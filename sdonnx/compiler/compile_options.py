@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 MODES: Mapping[str, str] = MappingProxyType(
     {
         "O2": "the usual optimizations, in the type of the module",
-        "O3": "8 bits in the denoiser where its error stays within the bound, on GPUs with products of fp8",
+        "O3": "8 bits in the denoiser where its error stays within the bound, on GPUs with fp8 matmuls",
         "max-optimize": "no effect: graphs are always optimized",
         "max-autotune": "no effect: kernels are chosen by heuristics and short measurements anyway",
         "benchmark": "no effect",
@@ -79,7 +79,7 @@ class CompileOptions:
         check_agreement: Whether the results of each graph at its first two sizes are compared with the module's own.
         freezing: Whether torch's copy of the weights leaves the GPU; None for the default of the function.
         freeze_processors: Whether modules with attention processors of unknown classes have graphs.
-        quantizes: Whether denoisers are quantized to fp8 where products of fp8 exist, without a named type.
+        quantizes: Whether denoisers are quantized to fp8 where fp8 matmuls exist, without a named type.
         quantization: The named types; None without any.
     """
 

@@ -44,7 +44,7 @@ def compile_pipe(
         pipe: A pipeline of diffusers: in float32 on the CPU, or in float16 or float32 on a GPU.
         ignores: Names of components that stay in torch, such as "vae".
         options: See `sdonnx.compile`.
-        fuse_qkv_projections: No effect: the graphs decide by themselves how products are grouped.
+        fuse_qkv_projections: No effect: the graphs decide by themselves how matmuls are grouped.
         backend: OneDiff's name of a backend, without effect.
 
     Raises:

@@ -41,7 +41,7 @@ from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_p
 from sdonnx.optimize.exported_pipeline import OpenedComponent
 from sdonnx.optimize.optimize_request import OptimizeRequest
 from sdonnx.precision.policy import Precision
-from sdonnx.quantization.quantization_config import FP8_CAPABILITY, require_products
+from sdonnx.quantization.quantization_config import FP8_CAPABILITY, require_fp8_matmuls
 from sdonnx.quantization.quantize_weights import QuantizedWeight, restore_late
 from sdonnx.runtime.device.device import Device
 from sdonnx.runtime.device.session import Graph
@@ -309,8 +309,6 @@ def _memory_of(array: npt.NDArray[Any]) -> tuple[Any, ...]:
     return array.ctypes.data, array.dtype, array.shape
 
 
-_LOGGER = logging.getLogger(__name__)
-
 _FP8 = "fp8_e4m3_e4m3_dynamic"
 
 
@@ -340,7 +338,7 @@ class GraphQuantization:
         """Return the signature of a graph with its quantization, and with the kernels for it.
 
         Raises:
-            OptionError: The GPU has no products of the type that the options name.
+            OptionError: The GPU has no matmuls of the type that the options name.
         """
         if signature.spec.role is not Role.DENOISER:
             return signature
@@ -351,7 +349,7 @@ class GraphQuantization:
             return signature
         target = for_types(signature.target, (each.name for each in config.types))
         capability = target.device.capability() if target.settings.library is not None else None
-        require_products(config, capability)
+        require_fp8_matmuls(config, capability)
         return replace(signature, target=target, quantization=config)
 
     def refuse(self) -> None:
@@ -366,9 +364,9 @@ class GraphQuantization:
         elif target.dtype != torch.float16:
             reason = "its weights are in float32"
         elif (target.device.capability() or (0, 0)) < FP8_CAPABILITY:
-            reason = "its GPU has no products of fp8"
+            reason = "its GPU has no fp8 matmuls"
         elif for_types(target, (_FP8,)).settings.library is None:
-            reason = "our kernels for products of fp8 cannot be used"
+            reason = "our kernels for fp8 matmuls cannot be used"
         if reason is None:
             return named_quantization(_FP8, None)
         if not self._logged:

@@ -1,7 +1,7 @@
 """Absorb the projections around attention to a short prompt into its keys and values.
 
 A query is projected, q = x Wq, and the attention's result is projected again: softmax(q K^T) V Wo. The prompt is the
-same at every step, and so are Wq K^T and V Wo. With these products, a step multiplies by one column for each head and
+same at every step, and so are Wq K^T and V Wo. With these matmuls, a step multiplies by one column for each head and
 token instead of one for each channel: 16 heads of 72 channels have 1152 columns, and with 32 tokens 512. There is no
 gain for a prompt with more tokens than a head has channels.
 
@@ -44,7 +44,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 @dataclass(frozen=True)
 class _Attention:
-    """An attention to the prompt, with the products around it.
+    """An attention to the prompt, with the matmuls around it.
 
     Attributes:
         node: MultiHeadAttention.
@@ -54,7 +54,7 @@ class _Attention:
         keys: (B,L,N*H), computed from the prompt only.
         values: (B,L,N*H), computed from the prompt only.
         mask: the number of keys (B), or a mask of them (B,L).
-        out: the product with the weight of the output's projection (N*H,E).
+        out: the matmul with the weight of the output's projection (N*H,E).
         heads: N.
         scale: the factor of the scores.
     """
@@ -91,7 +91,7 @@ def absorb_projections(model: ir.Model, conditioning: Collection[str]) -> int:
     """Absorb the projections of attention to prompts with masked padding, in place.
 
     The result is the same in exact arithmetic for prompts of any length; the module's docstring has the cost.
-    `hoist_step_invariants` then moves the products that depend only on the prompt out of the step.
+    `hoist_step_invariants` then moves the matmuls that depend only on the prompt out of the step.
 
     Args:
         model: a denoiser.
@@ -161,10 +161,10 @@ def _read(node: ir.Node, invariant: Set[ir.Value], attended: Set[ir.Value]) -> _
     if node.attributes.get_int("unidirectional", 0) or any(output.uses() for output in node.outputs[1:]):
         return None
     heads, width = node.attributes.get_int("num_heads"), static_dim(keys, 2)
-    product, row = _projected(query)
-    if product is None or width is None or len(dims(keys) or ()) != 3 or static_dim(values, 2) != width:
+    matmul, row = _projected(query)
+    if matmul is None or width is None or len(dims(keys) or ()) != 3 or static_dim(values, 2) != width:
         return None
-    x, into = product.inputs
+    x, into = matmul.inputs
     if x is None or len(dims(x) or ()) != 3 or into is None or not is_matrix(into) or not is_matrix(out.inputs[1]):
         return None
     if row is not None and row in attended:
@@ -184,14 +184,14 @@ def _mask_of(node: ir.Node) -> ir.Value | None:
 
 
 def _projected(query: ir.Value) -> tuple[ir.Node | None, ir.Value | None]:
-    """Return the product of a query's projection and its bias, (None, None) for other values."""
-    if (product := producer_of(query, "MatMul")) is not None:
-        return product, None
+    """Return the matmul of a query's projection and its bias, (None, None) for other values."""
+    if (matmul := producer_of(query, "MatMul")) is not None:
+        return matmul, None
     if (addition := producer_of(query, "Add")) is not None:
         for projected, row in (addition.inputs, reversed(addition.inputs)):
-            product = producer_of(projected, "MatMul")
-            if product is not None and row is not None and is_row(row, static_dim(query, -1)):
-                return product, row
+            matmul = producer_of(projected, "MatMul")
+            if matmul is not None and row is not None and is_row(row, static_dim(query, -1)):
+                return matmul, row
     return None, None
 
 
@@ -202,7 +202,7 @@ def _absorbed(graph: ir.Graph, attention: _Attention, added: ir.Value) -> ir.Val
     batch, tokens, _ = dims(attention.keys) or ()
     rows, unnamed = (dims(attention.x) or ())[:2], ir.SymbolicDim(None)
     inner, outer = known_size(attention.into, 0), known_size(attention.outgoing, 1)
-    # 1 where a channel belongs to the head. The product runs over all channels, so weights need no split by heads.
+    # 1 where a channel belongs to the head. The matmul runs over all channels, so weights need no split by heads.
     own = np.kron(np.eye(heads), np.ones(width // heads)).reshape(heads, 1, width)
     blocks = constant(graph, own, dtype.numpy(), f"channels_of_{heads}_heads_{dtype.name.lower()}")
 
@@ -214,17 +214,17 @@ def _absorbed(graph: ir.Graph, attention: _Attention, added: ir.Value) -> ir.Val
     measured = insert(node, "Shape", [of_keys], {"end": 3}, shape=[3], dtype=INT64)
     sizes = insert(node, "Concat", [measured, int64_vector(graph, inner)], {"axis": 0}, shape=[4])
     flat = insert(node, "Reshape", [of_keys, int64_vector(graph, -1, width)], shape=[unnamed, width])
-    product = insert(
+    matmul = insert(
         node, "Gemm", [flat, attention.into], {"transB": 1, "alpha": attention.scale}, shape=[unnamed, inner]
     )
-    whole = insert(node, "Reshape", [product, sizes], shape=[batch, heads, tokens, inner])
+    whole = insert(node, "Reshape", [matmul, sizes], shape=[batch, heads, tokens, inner])
     turned = insert(node, "Transpose", [whole], {"perm": [0, 3, 1, 2]}, shape=[batch, inner, heads, tokens])
     keys = insert(node, "Reshape", [turned, int64_vector(graph, 0, inner, -1)], shape=[batch, inner, unnamed])
     whole = insert(node, "MatMul", [by_head(attention.values), attention.outgoing],
                    shape=[batch, heads, tokens, outer])  # fmt: skip
     values = insert(node, "Reshape", [whole, int64_vector(graph, 0, -1, outer)], shape=[batch, unnamed, outer])
-    products = insert(node, "MatMul", [attention.x, keys], shape=[*rows, unnamed])
-    split = insert(node, "Reshape", [products, int64_vector(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
+    matmuls = insert(node, "MatMul", [attention.x, keys], shape=[*rows, unnamed])
+    split = insert(node, "Reshape", [matmuls, int64_vector(graph, 0, 0, heads, -1)], shape=[*rows, heads, tokens])
     scores = insert(node, "Add", [split, added], shape=[*rows, heads, tokens])
     weights = insert(node, "Softmax", [scores], {"axis": -1}, shape=[*rows, heads, tokens])
     columns = insert(node, "Reshape", [weights, int64_vector(graph, 0, 0, -1)], shape=[*rows, unnamed])
@@ -232,9 +232,9 @@ def _absorbed(graph: ir.Graph, attention: _Attention, added: ir.Value) -> ir.Val
 
 
 def _added_scores(graph: ir.Graph, group: Sequence[_Attention]) -> list[ir.Value]:
-    """Return the tensor (B,1,N,L) to add to the scores of each attention: the mask, and the product of bias and keys.
+    """Return the tensor (B,1,N,L) to add to the scores of each attention: the mask, and the matmul of bias and keys.
 
-    Bias times keys is a product of one row; the products of all attentions in a group are one batched product.
+    Bias times keys is a matmul of one row; the matmuls of all attentions in a group are one batched matmul.
     """
     first = group[0]
     anchor, heads, size, count = first.node, first.heads, first.width // first.heads, len(group)
@@ -255,15 +255,15 @@ def _added_scores(graph: ir.Graph, group: Sequence[_Attention]) -> list[ir.Value
     scale = constant(graph, first.scale, dtype_of(first.keys).numpy(), f"scale_of_{heads}_heads_{size}")
     all_keys = insert(anchor, "Mul", [all_keys, scale], shape=shape)
     all_rows = insert(anchor, "Concat", rows, {"axis": 0}, shape=[count, 1, heads, 1, size])
-    # As many rows as keys: where a product broadcasts a factor, ONNX Runtime's kernel reads addresses that are copied
+    # As many rows as keys: where a matmul broadcasts a factor, ONNX Runtime's kernel reads addresses that are copied
     # from the host. A captured graph would copy them again at each replay, from memory that is no longer theirs.
     number = insert(anchor, "Shape", [first.keys], {"start": 0, "end": 1}, shape=[1], dtype=INT64)
     parts = [int64_vector(graph, count), number, int64_vector(graph, heads, 1, size)]
     wanted = insert(anchor, "Concat", parts, {"axis": 0}, shape=[5])
     repeated = insert(anchor, "Expand", [all_rows, wanted], shape=[count, batch, heads, 1, size])
     total_shape = (count, batch, heads, 1, tokens)
-    products = insert(anchor, "MatMul", [repeated, all_keys], shape=total_shape)
-    total = insert(anchor, "Add", [products, mask], shape=total_shape)
+    matmuls = insert(anchor, "MatMul", [repeated, all_keys], shape=total_shape)
+    total = insert(anchor, "Add", [matmuls, mask], shape=total_shape)
     split_up = insert_multi(
         anchor, "Split", [total], {"axis": 0, "num_outputs": count}, count, shapes=[(1, *total_shape[1:])] * count
     )

@@ -47,8 +47,8 @@ _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32", ir.DataType.INT
 _MIN_BYTES = 1 << 16
 
 # Also convolutions with channels last: no optimizer of ONNX Runtime changes their weights.
-_PRODUCTS = {"MatMul", "Gemm", "NhwcConv"}
-# Operators between a stored weight and a product: a gate, and the restoring of a weight in 8 bits.
+_MATMULS = {"MatMul", "Gemm", "NhwcConv"}
+# Operators between a stored weight and a matmul: a gate, and the restoring of a weight in 8 bits.
 _BEFORE = {"Mul", "DequantizeLinear"}
 
 
@@ -126,10 +126,10 @@ def _compose_controlled(
 
 
 def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
-    """Return the external weights of products and convolutions that two or more graphs share.
+    """Return the external weights of matmuls and convolutions that two or more graphs share.
 
     A session accepts shared weights by name, instead of its own copies. ONNX Runtime moves transpositions through
-    element-wise operators into their constants, which keep their names; weights of products stay unchanged.
+    element-wise operators into their constants, which keep their names; weights of matmuls stay unchanged.
 
     Args:
         models: the graphs of one component, which read one weight file.
@@ -140,7 +140,7 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
     found: defaultdict[str, list[dict[str, Any] | None]] = defaultdict(list)
     for model in models:
         for name, value in model.graph.initializers.items():
-            found[name].append(_entry(value) if _is_weight_of_products(value) else None)
+            found[name].append(_entry(value) if _is_weight_of_matmuls(value) else None)
         for graph in model.graph.subgraphs():
             for name in graph.initializers:
                 found[name].append(None)
@@ -151,14 +151,14 @@ def shared_weights(models: Iterable[ir.Model]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _is_weight_of_products(value: ir.Value) -> bool:
-    """Return whether every user is a product that reads it as its second factor, directly or behind `_BEFORE`."""
+def _is_weight_of_matmuls(value: ir.Value) -> bool:
+    """Return whether every user is a matmul that reads it as its second factor, directly or behind `_BEFORE`."""
     if value.is_graph_output():
         return False
     return all(
         use.idx == 1
-        if use.node.op_type in _PRODUCTS
-        else use.node.op_type in _BEFORE and _is_weight_of_products(use.node.outputs[0])
+        if use.node.op_type in _MATMULS
+        else use.node.op_type in _BEFORE and _is_weight_of_matmuls(use.node.outputs[0])
         for use in value.uses()
     )
 

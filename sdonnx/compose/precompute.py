@@ -1,6 +1,6 @@
 """The precompute graph: the step-invariant part of the denoiser, computed once for an image.
 
-Keys and values of attention to the prompt, and embeddings of sizes, are the same at every step: small products, two for
+Keys and values of attention to the prompt, and embeddings of sizes, are the same at every step: small matmuls, two for
 each such attention. So are positions, biases that are repeated for each image, and tables with a row for every call.
 """
 

@@ -20,7 +20,7 @@ from sdonnx.models.abi import CALLS
 
 __all__ = ["CallRow", "read_call_row", "tabulate_timesteps"]
 
-_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+_MATMULS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # Operators that cost as little on one row as on the table, where no other operator follows.
 _CUTS = frozenset({"Slice", "Split", "Squeeze", "Unsqueeze"})
 # Numbers in a row of the table: 64 MB for a table in float16.
@@ -36,7 +36,7 @@ def tabulate_timesteps(
 
     Operators that treat each row of the first axis by itself are followed, from the timestep on. A timestep that is
     repeated for each image is followed as if it were not, and the values computed from it are repeated instead. The
-    graph is unchanged if there is no product among these operators, if more values are read from the table than are
+    graph is unchanged if there is no matmul among these operators, if more values are read from the table than are
     saved, or if the table would be too large.
 
     Args:
@@ -61,8 +61,8 @@ def tabulate_timesteps(
         if node.op_type != "Expand" and any(use.node not in inside for use in value.uses())
     ]
     numbers = sum(prod(size for size in (dims(value) or ())[1:] if isinstance(size, int)) for value in tabulated)
-    products = any(node.op_type in _PRODUCTS for node in nodes)
-    if not products or 3 * len(tabulated) > len(nodes) or numbers > _MAX_ROW_SIZE:
+    matmuls = any(node.op_type in _MATMULS for node in nodes)
+    if not matmuls or 3 * len(tabulated) > len(nodes) or numbers > _MAX_ROW_SIZE:
         return False
     outside = {value: [use for use in value.uses() if use.node not in inside] for value in tabulated}
     shapes = {value: value.shape for value in tabulated}

@@ -74,7 +74,7 @@ def self_check() -> str:
 def formats_of_types(types: Iterable[str]) -> frozenset[str]:
     """Return the formats of activations that quantization types multiply; none for weight-only types.
 
-    GPUs before sm_89 have products of int8, and none of fp8.
+    GPUs before sm_89 have int8 matmuls, and none of fp8.
 
     Args:
         types: names of types (`sdonnx.quantization.quantization_types.TYPES`).

@@ -2,7 +2,7 @@
 
 diffusers' IPAdapterAttnProcessor2_0 multiplies the attention's result by a Python number, which tracing would store in
 the graph as a constant. Here the tokens that become values are multiplied instead. The result is the same, because
-attention is linear in its values, and it needs a product over a few tokens per block instead of a product over an
+attention is linear in its values, and it needs a matmul over a few tokens per block instead of a matmul over an
 image per attention.
 """
 

@@ -101,7 +101,7 @@ class Initializer:
         data: the bytes of an initializer that is stored in the graph.
         graphs: files of the graphs that have it.
         in_place: whether the kernels that read it do so at each run, and ONNX Runtime changes nothing of it while it
-            loads a graph, on a GPU. So are weights of products and of NHWC convolutions, but not other weights.
+            loads a graph, on a GPU. So are weights of matmuls and of NHWC convolutions, but not other weights.
         scales: how numbers in 8 bits are restored; None for other types.
     """
 

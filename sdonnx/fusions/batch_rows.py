@@ -34,12 +34,12 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class _Use:
-    """A sum, product or matrix product of a row (D) and a constant.
+    """A sum, product or matmul of a row (D) and a constant.
 
     Attributes:
         index: the index of the row.
         node: the operator.
-        weight: the constant: (D), or (D,E) for a matrix product.
+        weight: the constant: (D), or (D,E) for a matmul.
     """
 
     index: int
@@ -50,7 +50,7 @@ class _Use:
 def compute_rows_together(model: ir.Model) -> PassOutcome:
     """Rows r1 ... rn of one Split, each with a constant: r1 * c1, ... -> Split(rows * [c1, ...]), in place.
 
-    The same for sums, and for products r @ W, which become one batched product. Shapes: rows (N,1,D), r (1,1,D) as
+    The same for sums, and for matmuls r @ W, which become one batched matmul. Shapes: rows (N,1,D), r (1,1,D) as
     (D), c (D), W (D,E).
 
     Returns:

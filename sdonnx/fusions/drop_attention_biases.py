@@ -37,12 +37,12 @@ def drop_attention_biases(model: ir.Model) -> PassOutcome:
 
 def _into_output(attention: ir.Node, bias: ir.Value) -> bool:
     """Add the bias of the values to the output projection's bias; return False where there is no such projection."""
-    product = sole_user(attention.outputs[0], "MatMul")
-    addition = None if product is None else sole_user(product.outputs[0], "Add")
-    if product is None or addition is None or product.inputs[0] is not attention.outputs[0]:
+    matmul = sole_user(attention.outputs[0], "MatMul")
+    addition = None if matmul is None else sole_user(matmul.outputs[0], "Add")
+    if matmul is None or addition is None or matmul.inputs[0] is not attention.outputs[0]:
         return False
-    weight = product.inputs[1]
-    index = 1 if addition.inputs[0] is product.outputs[0] else 0
+    weight = matmul.inputs[1]
+    index = 1 if addition.inputs[0] is matmul.outputs[0] else 0
     own = addition.inputs[index]
     if weight is None or own is None or not is_weight(weight) or not is_bias(own, static_dim(weight, 1)):
         return False

@@ -101,17 +101,17 @@ class GateIntoWeight(WalkRule):
         result = node.outputs[0]
         channels = static_dim(result, -1)
         for gate, gated in (node.inputs, reversed(node.inputs)):
-            product = producer_of(gated, "MatMul")
-            if product is None or gate is None or is_weight(gate) or not _is_row(gate, channels):
+            matmul = producer_of(gated, "MatMul")
+            if matmul is None or gate is None or is_weight(gate) or not _is_row(gate, channels):
                 continue
-            x, weight = product.inputs
+            x, weight = matmul.inputs
             if weight is None or not is_matrix(weight):
                 continue
-            if sole_user(product.outputs[0], "Mul") is not node or not same_shape(product.outputs[0], result):
+            if sole_user(matmul.outputs[0], "Mul") is not node or not same_shape(matmul.outputs[0], result):
                 continue
             if x is None or _is_fewer(dims(x) or (), static_dim(weight, 0)):
                 continue
-            module = joint_path((product, node))
+            module = joint_path((matmul, node))
             scaled = insert(node, "Mul", [weight, _vector(node, gate, channels)], shape=weight.shape, module=module)
             replace(result, insert(node, "MatMul", [x, scaled], shape=result.shape, module=module))
             return REWRITTEN

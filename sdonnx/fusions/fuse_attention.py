@@ -63,13 +63,13 @@ class EinsumToMatMul(WalkRule):
         counts = [len(rows), len(columns), len(summed), len(first) - len(batch), len(second) - len(batch)]
         distinct = all(len(set(term)) == len(term) for term in (first, second, result))
         if counts != [1, 1, 1, 2, 2] or not distinct or None in node.inputs[:2]:
-            return Refused(f"the equation {equation} is not a product of matrices")
+            return Refused(f"the equation {equation} is not a matmul")
         a = _ordered(node, input_of(node, 0), first, [*batch, *rows, *summed])
         b = _ordered(node, input_of(node, 1), second, [*batch, *summed, *columns])
         shapes = [dims(value) for value in (a, b)]
         shape = None if shapes[0] is None or shapes[1] is None else (*shapes[0][:-1], shapes[1][-1])
-        product = insert(node, "MatMul", [a, b], shape=shape)
-        replace(node.outputs[0], _ordered(node, product, "".join([*batch, *rows, *columns]), list(result)))
+        matmul = insert(node, "MatMul", [a, b], shape=shape)
+        replace(node.outputs[0], _ordered(node, matmul, "".join([*batch, *rows, *columns]), list(result)))
         return REWRITTEN
 
 
@@ -88,7 +88,7 @@ def _ordered(anchor: ir.Node, value: ir.Value, labels: str, wanted: list[str]) -
 class _Scores:
     """The argument of the Softmax: (q @ k_transposed) * scale + masks."""
 
-    product: ir.Node
+    matmul: ir.Node
     scale: float
     masks: tuple[ir.Value, ...]
 
@@ -114,9 +114,9 @@ class SoftmaxToAttention(WalkRule):
             return Refused("the softmax is not known to be over the last axis")
         scores = _scores(softmax.inputs[0])
         if scores is None:
-            return Refused("the scores are not a product of matrices")
-        q_scale, q = _unscaled(input_of(scores.product, 0), node)
-        k_scale, k_transposed = _unscaled(input_of(scores.product, 1), node)
+            return Refused("the scores are not a matmul")
+        q_scale, q = _unscaled(input_of(scores.matmul, 0), node)
+        k_scale, k_transposed = _unscaled(input_of(scores.matmul, 1), node)
         k = _swapped(k_transposed, node)
         # Kernels compute the scores in float32 for every type of q and k, as diffusers' upcast_attention does.
         q, k = (_before_widening(value, v.dtype) for value in (q, k))
@@ -161,22 +161,22 @@ def _unguarded(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
 
 
 def _scores(value: ir.Value | None) -> _Scores | None:
-    """Follow the scores back to the product of q and k."""
+    """Follow the scores back to the matmul of q and k."""
     value = skip_float_casts(value)
-    if (product := producer_of(value, "MatMul")) is not None:
-        return _Scores(product, 1.0, ())
+    if (matmul := producer_of(value, "MatMul")) is not None:
+        return _Scores(matmul, 1.0, ())
     if (node := producer_of(value, "Mul", "Div")) is not None:
         factor, rest = _factor(node)
         inner = _scores(rest) if factor is not None else None
         if inner is None or factor is None or inner.masks or rest is None or not same_shape(rest, node.outputs[0]):
             return None
-        return _Scores(inner.product, inner.scale * factor, ())
+        return _Scores(inner.matmul, inner.scale * factor, ())
     if (node := producer_of(value, "Add")) is not None:
         for term, mask in (node.inputs, reversed(node.inputs)):
             inner = _scores(term)
             # The scores have the shape of the sum. A mask that is broadcast may also be a product.
             if inner is not None and mask is not None and term is not None and same_shape(term, node.outputs[0]):
-                return _Scores(inner.product, inner.scale, (*inner.masks, mask))
+                return _Scores(inner.matmul, inner.scale, (*inner.masks, mask))
     if (node := producer_of(value, "Reshape")) is not None and _folds_heads(node):
         return _scores(node.inputs[0])
     return None
@@ -334,7 +334,7 @@ def _full(anchor: ir.Node, mask: ir.Value, heads: tuple[ir.Value, ir.Value, ir.V
 
 
 def _joined(anchor: ir.Node, result: ir.Value) -> ir.Value:
-    """Return the result (B,N,S,H) in the shape that the product with v had."""
+    """Return the result (B,N,S,H) in the shape that the matmul with v had."""
     before, after = known_dims(result), dims(anchor.outputs[0])
     if after is not None and len(after) == 4:
         return result

@@ -162,10 +162,10 @@ def _packed(op: Any, attention: ir.Value, x: ir.Value, weights: list[ir.Value]) 
     # Named after all its parts: two attentions may share one of the weights and not another.
     name = f"{'+'.join(weight.name or '' for weight in weights)}.packed{heads}"
     weight = derived_initializer(required(node.graph), name, interleave, dtype_of(weights[0]), (rows, parts * columns))
-    product = op.MatMul(x, weight)
+    matmul = op.MatMul(x, weight)
     sizes = known_dims(x)
-    product.shape, product.type = ir.Shape([sizes[0], sizes[1], parts * columns]), x.type
-    packed: ir.Value = op.Reshape(product, op.Constant(value_ints=[0, 0, heads, parts, head_size]))
+    matmul.shape, matmul.type = ir.Shape([sizes[0], sizes[1], parts * columns]), x.type
+    packed: ir.Value = op.Reshape(matmul, op.Constant(value_ints=[0, 0, heads, parts, head_size]))
     packed.shape, packed.type = ir.Shape([sizes[0], sizes[1], heads, parts, head_size]), x.type
     return packed
 

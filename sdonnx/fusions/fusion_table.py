@@ -89,7 +89,7 @@ _WITH_GROUP_NORMS = _DENOISER | {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
 
 # Flags of more than one fusion.
 _NO_SKIP_LAYER_NORM = Flag("skip_layer_norm", "do not fuse SkipLayerNormalization, nor its variant for RMS norms")
-_NO_RESIDUAL_GEMM = Flag("residual_gemm", "add the residual of a matrix product by BiasAdd instead of Gemm")
+_NO_RESIDUAL_GEMM = Flag("residual_gemm", "add the residual of a matmul by BiasAdd instead of Gemm")
 
 _NO_OPS = (NoOp, MergeTransposes, MergeUnsqueezes, MergeReshapes, TransposeOfFolded, PadIntoConv)
 

@@ -1,4 +1,4 @@
-"""Projections of one value, computed by one matrix product."""
+"""Projections of one value, computed by one matmul."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["group_projections"]
 
 
 # Three projections are the q, k, v of a self-attention. Its input is large: splitting their
-# product would copy more than it saves. Four and more are projections of the prompt or the time.
+# matmul would copy more than it saves. Four and more are projections of the prompt or the time.
 _FEWEST = 4
 
 
@@ -45,7 +45,7 @@ def group_projections(model: ir.Model) -> PassOutcome:
     """x@W1 + b1, ..., x@Wn + bn -> Split(x@[W1|...|Wn] + [b1|...|bn]).
 
     Shapes: x (..., D), Wi (D,E), bi (E,). A UNet projects the prompt (32 times in SD1.5) and the
-    time (22 times) with products that are too small to fill a GPU and spend most of their time on launching.
+    time (22 times) with matmuls that are too small to fill a GPU and spend most of their time on launching.
 
     Returns:
         The number of projections that were grouped.
@@ -69,11 +69,11 @@ def _group(graph: ir.Graph, x: ir.Value, kind: _Kind, nodes: Sequence[ir.Node]) 
     if kind.has_bias:
         inputs.append(_joined(graph, [node.inputs[2] for node in nodes], 0))
     whole = (*sizes[:-1], kind.width * len(nodes))
-    product = insert(anchor, kind.op_type, inputs, anchor.attributes, shape=whole, module=modules)
+    matmul = insert(anchor, kind.op_type, inputs, anchor.attributes, shape=whole, module=modules)
     parts = insert_multi(
         anchor,
         "Split",
-        [product],
+        [matmul],
         {"axis": len(sizes) - 1, "num_outputs": len(nodes)},
         len(nodes),
         shapes=[sizes] * len(nodes),

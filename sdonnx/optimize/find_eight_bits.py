@@ -54,7 +54,7 @@ def stored_entry(value: ir.Value) -> Initializer | None:
     factors, number_format, axis = scales
     if not is_weight(factors) or factors.const_value is None or factors.const_value.dtype not in _FLOATS:
         return None
-    # Our own operators read float32, which are scales that the quantization has rounded to the product's float16.
+    # Our own operators read float32, which are scales that the quantization has rounded to the matmul's float16.
     is_own = tensor.dtype == ir.DataType.UINT8
     rounded_to = "F16" if is_own else _FLOATS[factors.const_value.dtype]
     return Initializer(

@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 _DTYPES = {ir.DataType.FLOAT16: "F16", ir.DataType.FLOAT: "F32"}
 _LAYOUTS: tuple[Layout, ...] = ("columns", "rows", "nhwc")
 
-# Inputs that kernels read at each run: weights of products, of which StackedMatMul is our own, and of convolutions with
+# Inputs that kernels read at each run: weights of matmuls, of which StackedMatMul is our own, and of convolutions with
 # channels last, of which ChannelsLastConv is our own, biases, and scales of weights in 8 bits.
 _IN_PLACE = {
     ("MatMul", 1), ("Gemm", 1), ("StackedMatMul", 1), ("SkipLayerNormalization", 4), ("DequantizeLinear", 1),
@@ -90,7 +90,7 @@ def module_weights(model: ir.Model) -> list[ModuleWeight]:
         if weight is None:
             continue
         if weight.name in found and found[weight.name].initializer != weight.initializer:
-            repeated.add(weight.name)  # two products in one module: the name says too little
+            repeated.add(weight.name)  # two matmuls in one module: the name says too little
         found[weight.name] = weight
     return [weight for name, weight in found.items() if name not in repeated]
 

@@ -205,7 +205,7 @@ def _expected_size(node: ir.Node) -> int | None:
 
 
 def _weights_of(node: ir.Node) -> Sequence[int] | None:
-    """Return the shape of the weights of a convolution or matrix product, or None if it is unknown.
+    """Return the shape of the weights of a convolution or matmul, or None if it is unknown.
 
     The weights need not be an initializer: graphs cast, transpose or dequantize them.
     """

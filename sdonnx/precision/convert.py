@@ -46,9 +46,9 @@ _PASSING = frozenset(
 )  # fmt: skip
 
 _ATTENTION = "MultiHeadAttention"
-_PRODUCTS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
+_MATMULS = frozenset({"FusedMatMul", "Gemm", "MatMul"})
 # Operators between the projections of queries, keys and values and the attention that reads them.
-_PROJECTING = _PRODUCTS | {"Add", "Concat", "Mul", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+_PROJECTING = _MATMULS | {"Add", "Concat", "Mul", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 
 
 def _counts_positions(cast: ir.Node) -> bool:
@@ -62,7 +62,7 @@ class ConvertPrecision(InPlacePass):
 
     Inputs and outputs keep their names and change their types, except those that the component keeps in float32.
 
-    A policy that keeps `MultiHeadAttention` also keeps the matrix products that compute its queries, keys and values:
+    A policy that keeps `MultiHeadAttention` also keeps the matmuls that compute its queries, keys and values:
     attention cannot recover values that overflow there.
 
     Args:
@@ -254,7 +254,7 @@ class ConvertPrecision(InPlacePass):
 
 
 def _projections(graph: ir.Graph) -> set[ir.Node]:
-    """Return the nodes that compute the queries, keys and values of attentions, back to the matrix products."""
+    """Return the nodes that compute the queries, keys and values of attentions, back to the matmuls."""
     found: set[ir.Node] = set()
     waiting = [value for node in graph if node.op_type == _ATTENTION for value in node.inputs[:3]]
     while waiting:
@@ -263,7 +263,7 @@ def _projections(graph: ir.Graph) -> set[ir.Node]:
         if node is None or node in found or node.op_type not in _PROJECTING:
             continue
         found.add(node)
-        if node.op_type not in _PRODUCTS:
+        if node.op_type not in _MATMULS:
             waiting += node.inputs
     return found
 
@@ -319,13 +319,12 @@ def _drop_unused(graph: ir.Graph) -> None:
 
 
 _DECIDED = "has_nsfw_concepts"
-_PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def decision_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the nodes from the image embedding to the decision.
 
-    Walking up from the output, the first matrix product computes the cosine similarities. The second one computes the
+    Walking up from the output, the first matmul computes the cosine similarities. The second one computes the
     embedding (`visual_projection` of diffusers' StableDiffusionSafetyChecker) and is not part of the head.
 
     Args:
@@ -338,9 +337,9 @@ def decision_nodes(graph: ir.Graph) -> set[ir.Node]:
         node = value.producer()
         if node is None or node in found:
             continue
-        product = node.op_type in _PRODUCTS
-        if product and below_cosines:
+        matmul = node.op_type in _MATMULS
+        if matmul and below_cosines:
             continue
         found.add(node)
-        waiting += [(each, product or below_cosines) for each in node.inputs if each is not None]
+        waiting += [(each, matmul or below_cosines) for each in node.inputs if each is not None]
     return found

@@ -1,9 +1,9 @@
 """Scaling of the residual stream of an encoder with RMS norms, so that it fits into the range of fp16.
 
-The feed-forward layers of T5 produce values beyond 65504, the maximum of fp16 (transformers keeps their last product in
+The feed-forward layers of T5 produce values beyond 65504, the maximum of fp16 (transformers keeps their last matmul in
 float32: `T5PreTrainedModel._keep_in_fp32_modules`). Every reader of the stream is a norm that divides by the root mean
 square of the stream: RMSNorm(s x) with epsilon s^2 e equals RMSNorm(x) with epsilon e. So each term of the stream is
-multiplied by a power of two, which is exact, within the matrix product that computes the term.
+multiplied by a power of two, which is exact, within the matmul that computes the term.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def scale_residual_stream(model: ir.Model, scale: float) -> str | None:
     branches: list[ir.Node] = []
     for norm in norms[1:]:
         added = [value for value in norm.inputs[:2] if value not in streams]
-        product = added[0].producer() if len(added) == 1 and added[0] is not None else None
-        if norm.op_type != _FUSED or product is None or len(norm.inputs) != 3:
+        matmul = added[0].producer() if len(added) == 1 and added[0] is not None else None
+        if norm.op_type != _FUSED or matmul is None or len(norm.inputs) != 3:
             return f"{norm.name} does not add one value to the stream"
-        if product.op_type != "MatMul" or product.domain or len(product.outputs[0].uses()) != 1:
-            return f"the value that {norm.name} adds is not a matrix product"
-        branches.append(product)
+        if matmul.op_type != "MatMul" or matmul.domain or len(matmul.outputs[0].uses()) != 1:
+            return f"the value that {norm.name} adds is not a matmul"
+        branches.append(matmul)
         if len(norm.outputs) > 3:  # the sum is an output, which the next norms read
             streams.add(norm.outputs[3])
     for stream in streams:
         if stream.is_graph_output() or any(use.node not in norms for use in stream.uses()):
             return f"{stream.name} is read by other operators than norms"
-    for product in branches:
-        a, b = product.inputs
-        shape = product.outputs[0].shape
+    for matmul in branches:
+        a, b = matmul.inputs
+        shape = matmul.outputs[0].shape
         replace(
-            product.outputs[0],
-            insert(product, "FusedMatMul", [a, b], {"alpha": scale}, domain=MICROSOFT, shape=shape),
+            matmul.outputs[0],
+            insert(matmul, "FusedMatMul", [a, b], {"alpha": scale}, domain=MICROSOFT, shape=shape),
         )
-        graph.remove(product, safe=True)
+        graph.remove(matmul, safe=True)
     _scale_table(graph, embedding, scale)
     for norm in norms:
         epsilon = norm.attributes.get_float("epsilon", 1e-5)

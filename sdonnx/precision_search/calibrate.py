@@ -1,4 +1,4 @@
-"""Calibrate the scales of activations: run the pipeline in float32 and measure what each product reads.
+"""Calibrate the scales of activations: run the pipeline in float32 and measure what each matmul reads.
 
 The measurement is deterministic: the same pipeline, prompts, steps and provider lead to the same scales.
 """
@@ -44,7 +44,7 @@ _MEASURED = "calibration.onnx"
 
 @dataclass
 class Activations:
-    """What a product reads in the recorded calls.
+    """What a matmul reads in the recorded calls.
 
     Attributes:
         most: largest magnitude of each call.
@@ -106,7 +106,7 @@ def calibrate(
 
 
 def chosen_magnitude(activations: Activations, method: str, number_format: NumberFormat, name: str) -> float:
-    """Return the largest magnitude that the scale of a product's activations represents.
+    """Return the largest magnitude that the scale of a matmul's activations represents.
 
     Args:
         activations: what was measured.
@@ -149,7 +149,7 @@ def _squared_error(numbers: np.ndarray[Any, Any], number_format: NumberFormat, m
 def _measured(
     folder: Path, policy: QuantizationPolicy, feeds: Sequence[Feeds], device: Device, method: str
 ) -> dict[str, tuple[Activations, NumberFormat]]:
-    """Return what the products of calibrated types of a component read, by module, with the formats."""
+    """Return what the matmuls of calibrated types of a component read, by module, with the formats."""
     model = ir.load(folder / ONNX_MODEL)
     readers: dict[ir.Value, dict[str, NumberFormat]] = {}
     for each in weighted_nodes(model.graph):

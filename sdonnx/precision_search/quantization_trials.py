@@ -1,7 +1,7 @@
 """Trials of quantized modules in float32: outputs of a component, and images of the pipeline.
 
-A trial of a component rounds the factors of products by nodes of the graph and writes no weights. Its time is not a
-quantized folder's: weights are rounded in the graph, and products are in float32.
+A trial of a component rounds the factors of matmuls by nodes of the graph and writes no weights. Its time is not a
+quantized folder's: weights are rounded in the graph, and matmuls are in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sdonnx.sample.shapes.shape_judge import draw_batches, held_out_captions, sc
 
 __all__ = ["ImageQuality", "ImageTrials", "RoundingTrials", "judged_captions", "require_judged_captions"]
 
-# Up to this number of products each is measured by itself; of larger networks all of a series, such as the queries of
+# Up to this number of matmuls each is measured by itself; of larger networks all of a series, such as the queries of
 # all blocks, are measured together.
 _MAX_SINGLE = 64
 
@@ -82,11 +82,11 @@ class RoundingTrials:
         Modules that the policy names are left out: they are quantized in any case.
         """
         model = ir.load(self._folder / ONNX_MODEL)
-        products = [each for each, *_ in self._quantizable(model) if each.paths and not self._policy.names(each.paths)]
+        matmuls = [each for each, *_ in self._quantizable(model) if each.paths and not self._policy.names(each.paths)]
         groups: dict[Any, tuple[list[str], int]] = {}
-        for each in products:
+        for each in matmuls:
             series = tuple(_NUMBER.sub("*", path) for path in each.paths)
-            key = each.paths if len(products) <= _MAX_SINGLE else series
+            key = each.paths if len(matmuls) <= _MAX_SINGLE else series
             modules, saved = groups.get(key, ([], 0))
             size = math.prod(int(size) for size in dims(each.weight) or () if isinstance(size, int))
             groups[key] = [*modules, *each.paths], saved + size
@@ -103,11 +103,11 @@ class RoundingTrials:
 
     def named(self) -> set[str]:
         """Return the modules that are quantized in any case, since the policy names them."""
-        products = (each for each, *_ in self._quantizable(ir.load(self._folder / ONNX_MODEL)))
-        return {path for each in products if self._policy.names(each.paths) for path in each.paths}
+        matmuls = (each for each, *_ in self._quantizable(ir.load(self._folder / ONNX_MODEL)))
+        return {path for each in matmuls if self._policy.names(each.paths) for path in each.paths}
 
     def _quantizable(self, model: ir.Model) -> list[tuple[WeightedNode, QuantizationType, bool]]:
-        """Return the products that the policy quantizes, with their types and whether activations are rounded."""
+        """Return the matmuls that the policy quantizes, with their types and whether activations are rounded."""
         moving = computed_from_first_input(model.graph)
         found = []
         for each in weighted_nodes(model.graph):
@@ -127,7 +127,7 @@ class RoundingTrials:
         )
 
     def _round(self, each: WeightedNode, kind: QuantizationType, rounds: bool) -> None:
-        """Round the weight of a product in the graph, and the activations if `rounds`."""
+        """Round the weight of a matmul in the graph, and the activations if `rounds`."""
         rank = len(dims(each.weight) or ())
         axes = [axis for axis in range(rank) if kind.per_tensor or axis != each.axis]
         factor = each.node.inputs[1]

@@ -15,7 +15,7 @@ CALIBRATION_CALLS = 256
 """Calls of the denoiser that a calibration measures: four of each of 64 images."""
 
 METHODS = ("max", "percentile", "mse")
-"""How a calibration chooses the largest magnitude of a product's activations from those that were measured."""
+"""How a calibration chooses the largest magnitude of a matmul's activations from those that were measured."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A configuration is a JSON object:
 
-- `quant_type`: the type of the denoiser's products and convolutions, but for the modules of `KEPT_MODULES`.
+- `quant_type`: the type of the denoiser's matmuls and convolutions, but for the modules of `KEPT_MODULES`.
 - `modules`: `COMPONENT:MODULE` -> a type, or "none". The first entry that matches a module decides. `MODULE` is a path
   in the syntax of fnmatch, as for `--force_fp32_ops`. It may name the modules of `KEPT_MODULES` and other components.
 - `top_percentage`: the share of the modules in the file of `--quant_submodules_config_path` that is quantized, those
@@ -37,7 +37,7 @@ __all__ = [
     "covers",
     "read_calibration",
     "read_submodules",
-    "require_products",
+    "require_fp8_matmuls",
     "write_calibration",
 ]
 
@@ -79,20 +79,20 @@ class QuantizationPolicy:
         return self.default is not None or any(found is not None for _, found in self.modules)
 
     def type_of(self, paths: Collection[str]) -> QuantizationType | None:
-        """Return the type of a product, None if it stays as it is.
+        """Return the type of a matmul, None if it stays as it is.
 
         Args:
-            paths: the modules that the product computes; none if they are unknown. A product that computes several
+            paths: the modules that the matmul computes; none if they are unknown. A matmul that computes several
                 modules is quantized if all of them are, with the type of the first.
         """
         found = [self._type_of_module(path) for path in paths or ("",)]
         return None if None in found else found[0]
 
     def names(self, paths: Collection[str]) -> bool:
-        """Return whether entries of `modules` decide the type of a product, whatever `only` says.
+        """Return whether entries of `modules` decide the type of a matmul, whatever `only` says.
 
         Args:
-            paths: the modules that the product computes.
+            paths: the modules that the matmul computes.
         """
         return all(any(covers(pattern, path) for pattern, _ in self.modules) for path in paths)
 
@@ -290,12 +290,12 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability from which GPUs multiply numbers of fp8 (NVIDIA, cuBLAS documentation, cublasLtMatmul())."""
 
 
-def require_products(config: QuantizationConfig, capability: tuple[int, int] | None, also: str = "") -> None:
-    """Raise if a GPU has no products of a type's factors in fp8.
+def require_fp8_matmuls(config: QuantizationConfig, capability: tuple[int, int] | None, also: str = "") -> None:
+    """Raise if a GPU has no matmuls of a type's factors in fp8.
 
     Args:
         config: the types.
-        capability: compute capability of the GPU, major and minor; None if products do not depend on a GPU.
+        capability: compute capability of the GPU, major and minor; None if matmuls do not depend on a GPU.
         also: what else the user can do; it follows the types that the GPU has.
 
     Raises:
@@ -307,7 +307,7 @@ def require_products(config: QuantizationConfig, capability: tuple[int, int] | N
         if kind.activations is not None and kind.activations.name != "int8":
             raise OptionError(
                 f"{kind.name} on a GPU of compute capability {capability[0]}.{capability[1]}",
-                f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer, which has products of fp8",
+                f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer, which has fp8 matmuls",
                 f"take int8_dynamic or fp8_e4m3_weightonly{also}",
             )
 

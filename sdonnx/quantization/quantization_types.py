@@ -58,7 +58,7 @@ NOT_QUANTIZED = "none"
 
 @dataclass(frozen=True)
 class QuantizationType:
-    """How the factors of products are stored and multiplied.
+    """How the factors of matmuls are stored and multiplied.
 
     Attributes:
         name: its name.
@@ -92,7 +92,7 @@ def _types() -> Iterator[QuantizationType]:
             yield QuantizationType(f"{name}_weightonly", weights)
             yield QuantizationType(f"{name}_weightonly_per_tensor", weights, per_tensor=True)
             if (activations.name, weights.name) != ("e5m2", "e5m2"):
-                # cuBLASLt has no product of two matrices in e5m2 (its documentation, "FP8 data types").
+                # cuBLASLt has no matmul of two matrices in e5m2 (its documentation, "FP8 data types").
                 yield QuantizationType(f"{name}_dynamic", weights, activations)
                 yield QuantizationType(f"{name}_dynamic_per_tensor", weights, activations, per_tensor=True)
     yield QuantizationType("fp8_static", floats[0], floats[0], is_static=True)

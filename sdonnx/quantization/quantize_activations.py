@@ -1,4 +1,4 @@
-"""Round activations to 8 bits in front of products: x -> the values of x in an 8-bit format, times their scale.
+"""Round activations to 8 bits in front of matmuls: x -> the values of x in an 8-bit format, times their scale.
 
 The result has the type of x. Standard operators compute it, so that a graph runs everywhere and with the numbers that a
 matmul of 8-bit factors has; `sdonnx.fusions.sdonnx_domain.rounded_matmul` finds these operators.

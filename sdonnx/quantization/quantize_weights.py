@@ -1,4 +1,4 @@
-"""Store weights of products and convolutions in 8 bits: weight -> DequantizeLinear(8-bit weight, scales).
+"""Store weights of matmuls and convolutions in 8 bits: weight -> DequantizeLinear(8-bit weight, scales).
 
 ONNX Runtime does not fold a DequantizeLinear of constants, so the device holds 8 bits for each weight and restores one
 weight at a time, right before the node that reads it (docs/decisions/0164-store-weights-as-dequantize-linear.md).
@@ -63,7 +63,7 @@ _MAX_NAMES = 40  # of modules in an error
 
 @dataclass(frozen=True)
 class WeightedNode:
-    """A product or a convolution by a constant weight.
+    """A matmul or a convolution by a constant weight.
 
     Attributes:
         node: the node.
@@ -96,7 +96,7 @@ class QuantizedWeight:
 
 
 def weighted_nodes(graph: ir.Graph) -> Iterator[WeightedNode]:
-    """Yield the products and convolutions of a graph with weights that can be quantized, in order."""
+    """Yield the matmuls and convolutions of a graph with weights that can be quantized, in order."""
     for node in graph:
         axis = _CHANNEL_AXES.get((node.domain, node.op_type))
         if axis is None or len(node.inputs) < 2:
@@ -110,12 +110,12 @@ def weighted_nodes(graph: ir.Graph) -> Iterator[WeightedNode]:
 
 
 def _weight_of(node: ir.Node) -> ir.Value | None:
-    """Return the constant factor of a product, also where a gate is multiplied to it, None for other products."""
-    weight, is_product = node.inputs[1], node.op_type != "Conv"
+    """Return the constant factor of a matmul, also where a gate is multiplied to it, None for other matmuls."""
+    weight, is_matmul = node.inputs[1], node.op_type != "Conv"
     if weight is not None and is_weight(weight):
         rank = len(dims(weight) or ())
-        return weight if (rank == 2 if is_product else rank > 2) else None
-    gating = producer_of(weight, "Mul") if is_product else None
+        return weight if (rank == 2 if is_matmul else rank > 2) else None
+    gating = producer_of(weight, "Mul") if is_matmul else None
     matrices = [] if gating is None else [each for each in gating.inputs if each is not None and is_weight(each)]
     matrices = [each for each in matrices if len(dims(each) or ()) == 2]
     return matrices[0] if len(matrices) == 1 else None
@@ -154,14 +154,14 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 class QuantizeWeights(InPlacePass):
-    """Quantize products and convolutions, each with the type of its module.
+    """Quantize matmuls and convolutions, each with the type of its module.
 
     Run it on a graph in its final precision: scales, and the values that DequantizeLinear returns, have the type of the
     weight. Weights are quantized when the file is written.
 
-    A type with a format of activations is for products of the graph's first input, in a denoiser the image. It rounds
-    their other factor too, and stores the weight as (N,K), the layout that products of 8-bit factors read. Products of
-    the prompt, which are computed once for an image, have their weights quantized only. Convolutions, and products
+    A type with a format of activations is for matmuls of the graph's first input, in a denoiser the image. It rounds
+    their other factor too, and stores the weight as (N,K), the layout that matmuls of 8-bit factors read. Matmuls of
+    the prompt, which are computed once for an image, have their weights quantized only. Convolutions, and matmuls
     with sizes that are no multiples of 16, stay as they are.
 
     Args:
@@ -221,7 +221,7 @@ class QuantizeWeights(InPlacePass):
         found: QuantizationType,
         rounded: dict[tuple[ir.Value, object], ir.Value],
     ) -> ir.Value:
-        """Return the activations x in 8 bits, restored; one value for all products that read x with one scale."""
+        """Return the activations x in 8 bits, restored; one value for all matmuls that read x with one scale."""
         number_format = required(found.activations, f"format of the activations of {found.name}")
         scale = self._scale_of(each, number_format, dtype_of(x)) if found.is_static else None
         key = x, (number_format.name, scale if found.is_static else found.per_tensor)
@@ -234,7 +234,7 @@ class QuantizeWeights(InPlacePass):
         return rounded[key]
 
     def _scale_of(self, each: WeightedNode, number_format: NumberFormat, dtype: ir.DataType) -> float:
-        """Return the calibrated scale of a product's activations, the largest of its modules."""
+        """Return the calibrated scale of a matmul's activations, the largest of its modules."""
         known = [self.scales[path] for path in each.paths if path in self.scales]
         if len(known) < max(len(each.paths), 1):
             name = ", ".join(each.paths) or str(each.weight.name)
@@ -283,16 +283,16 @@ class QuantizeWeights(InPlacePass):
                 series = list(dict.fromkeys(_NUMBER.sub("*", path) for path in paths))
                 shown = ", ".join(series[:_MAX_NAMES]) + (", ..." if len(series) > _MAX_NAMES else "")
                 raise OptionError(
-                    f"the quantized module {self.component}:{pattern} matches no product or convolution",
+                    f"the quantized module {self.component}:{pattern} matches no matmul or convolution",
                     f"a module or a pattern of {shown or 'modules, of which this graph names none'}",
                 )
 
 
 def rounds_activations(each: WeightedNode, found: QuantizationType, moving: Collection[ir.Value | None]) -> bool | None:
-    """Return whether a type rounds what a product reads, next to its weight; None if it leaves the product as it is.
+    """Return whether a type rounds what a matmul reads, next to its weight; None if it leaves the matmul as it is.
 
     Args:
-        each: the product or convolution.
+        each: the matmul or convolution.
         found: the type.
         moving: the values that depend on the graph's first input (`computed_from_first_input`).
     """
@@ -303,7 +303,7 @@ def rounds_activations(each: WeightedNode, found: QuantizationType, moving: Coll
 
 def _has_rows(each: WeightedNode) -> bool:
     x = each.node.inputs[0]
-    return _suits_products(each) and x is not None and x.dtype is not None and x.shape is not None
+    return _suits_matmuls(each) and x is not None and x.dtype is not None and x.shape is not None
 
 
 def computed_from_first_input(graph: ir.Graph) -> set[ir.Value | None]:
@@ -315,15 +315,15 @@ def computed_from_first_input(graph: ir.Graph) -> set[ir.Value | None]:
     return found
 
 
-def _suits_products(each: WeightedNode) -> bool:
-    """Return whether a node is a product that cuBLASLt has for 8-bit factors: sizes are multiples of 16 bytes."""
+def _suits_matmuls(each: WeightedNode) -> bool:
+    """Return whether a node is a matmul that cuBLASLt has for 8-bit factors: sizes are multiples of 16 bytes."""
     sizes = dims(each.weight) or ()
-    is_product = each.node.op_type in ("MatMul", "Gemm") and not each.node.attributes.get_int("transA", 0)
-    return is_product and all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in sizes)
+    is_matmul = each.node.op_type in ("MatMul", "Gemm") and not each.node.attributes.get_int("transA", 0)
+    return is_matmul and all(isinstance(size, int) and size % _ALIGNMENT == 0 for size in sizes)
 
 
 def _reader(each: WeightedNode) -> ir.Node:
-    """Return the node that reads a weight: the product, or the Mul by a gate before it."""
+    """Return the node that reads a weight: the matmul, or the Mul by a gate before it."""
     factor = each.node.inputs[1]
     gating = None if factor is None or factor is each.weight else factor.producer()
     return gating or each.node

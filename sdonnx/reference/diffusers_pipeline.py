@@ -28,7 +28,7 @@ class DiffusersPipeline:
     Args:
         folder: the diffusers folder.
         device: "cuda" or "cpu".
-        precision: torch's data type. In float32 matrix products do not use TF32.
+        precision: torch's data type. In float32 matmuls do not use TF32.
         adapters: files of image-prompt adapters.
         safety_checker: run the folder's safety checker.
 

@@ -36,7 +36,7 @@ LowMemory = bool | Literal["offload"]
 """Which graphs are loaded for each use and unloaded afterwards: none (False), all but the denoiser's, which stays
 captured (True), or all (OFFLOAD), so that the device holds the weights of one component at a time."""
 
-# Maximum number of tokens in a batch for the graphs for short prompts. Products of weights and prompts take 2.1 MB for
+# Maximum number of tokens in a batch for the graphs for short prompts. Matmuls of weights and prompts take 2.1 MB for
 # each token in a transformer of 28 layers and width 1152, 530 MB for this number.
 _MAX_SHORT_TOKENS = 256
 
@@ -44,7 +44,7 @@ _MAX_SHORT_TOKENS = 256
 _UNCAPTURED = {Role.SAFETY_CHECKER, Role.IMAGE_PROMPT_ENCODER, Role.IMAGE_PROMPT_ADAPTER, Role.T2I_ADAPTER}
 
 # TF32 is for autoencoders that overflow fp16 and stay in float32, at a tenth of the speed without TF32; torch also uses
-# it for convolutions. The denoiser's graph has none: the sampler's update is a float32 product that needs all bits.
+# it for convolutions. The denoiser's graph has none: the sampler's update is a float32 matmul that needs all bits.
 _TF32 = {Role.IMAGE_ENCODER, Role.IMAGE_DECODER}
 
 

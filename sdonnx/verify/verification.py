@@ -53,7 +53,7 @@ class Thresholds:
         max_error: error of a component relative to torch in float32, as a multiple of the error of torch in float16;
             of a folder in float32, as a multiple of `ROUNDING`.
         max_quantized_error: error of a quantized component relative to torch in float32. The default is nearly three
-            times the error of a product of factors in e4m3, 3.7e-2
+            times the error of a matmul of factors in e4m3, 3.7e-2
             (docs/decisions/0165-judge-quantized-folders-by-component.md).
         max_accuracy_loss: torch's share of images with a right colour, shape and so on, less the folder's share, in
             percentage points; for trained samples.

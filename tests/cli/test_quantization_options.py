@@ -8,7 +8,7 @@ import pytest
 from support.pipelines import refused
 
 from sdonnx.errors import OptionError
-from sdonnx.quantization.quantization_config import QuantizationConfig, require_products
+from sdonnx.quantization.quantization_config import QuantizationConfig, require_fp8_matmuls
 
 
 def config_of(quantize: str | None, **modules: str) -> QuantizationConfig:
@@ -24,14 +24,14 @@ def config_of(quantize: str | None, **modules: str) -> QuantizationConfig:
 )
 def test_older_gpus_refuse_products_of_fp8(config: QuantizationConfig, capability: tuple[int, int]) -> None:
     with refused(OptionError, f"compute capability {capability[0]}.{capability[1]}", "8.9 or newer", "int8_dynamic"):
-        require_products(config, capability)
+        require_fp8_matmuls(config, capability)
 
 
 @pytest.mark.parametrize("capability", [None, (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_newer_gpus_and_machines_without_one_write_any_type(capability: tuple[int, int] | None) -> None:
-    require_products(config_of("fp8", mid_block="int8_dynamic"), capability)
+    require_fp8_matmuls(config_of("fp8", mid_block="int8_dynamic"), capability)
 
 
 @pytest.mark.parametrize("name", ["int8_dynamic", "int8_static", "int8_weightonly", "fp8_e4m3_weightonly"])
 def test_older_gpus_write_other_types(name: str) -> None:
-    require_products(config_of(name, conv_out="none"), (8, 0))
+    require_fp8_matmuls(config_of(name, conv_out="none"), (8, 0))

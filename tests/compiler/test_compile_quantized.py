@@ -140,7 +140,7 @@ def test_modules_have_types_of_their_own(noted: list[str]) -> None:
     config = {"modules": {"unet:conv_in": "int8_weightonly", "unet:*": "none"}}
     sdonnx.compile(unet, options={"quantize_config": config})
     assert "1 weights in int8_weightonly" in next(line for line in noted if line.startswith("quantized in"))
-    with refused(OptionError, "unet:nowhere matches no product or convolution", "conv_in"):
+    with refused(OptionError, "unet:nowhere matches no matmul or convolution", "conv_in"):
         sdonnx.compile(unet, options={"quantize_config": {"modules": {"unet:nowhere": "int8_weightonly"}}})
 
 
@@ -165,9 +165,9 @@ def test_o3_on_a_cpu_is_o2_with_one_line(noted: list[str]) -> None:
     ("dtype", "settings", "major", "word"),
     [
         (torch.float16, OWN, 9, None),
-        (torch.float16, OWN, 8, "no products of fp8"),
+        (torch.float16, OWN, 8, "no fp8 matmuls"),
         (torch.float32, SessionSettings(), 9, "in float32"),
-        (torch.float16, SessionSettings(), 9, "kernels for products of fp8 cannot be used"),
+        (torch.float16, SessionSettings(), 9, "kernels for fp8 matmuls cannot be used"),
     ],
 )
 def test_o3_on_a_gpu(

@@ -77,7 +77,7 @@ def test_only_the_operators_of_the_graphs_run(gpu: EmulatedGpu) -> None:
 
 @pytest.mark.parametrize("formats", [(), ("int8",), ("e4m3", "e5m2")])
 def test_only_the_formats_of_the_folder_run(formats: tuple[str, ...], gpu: EmulatedGpu) -> None:
-    """GPUs before sm_89 have no products of fp8, and all other kernels."""
+    """GPUs before sm_89 have no fp8 matmuls, and all other kernels."""
     first = [check.case for check in OWN_CASE_SET.checks if check.first_use]
     needed = [
         case.op_type

@@ -1,4 +1,4 @@
-"""Attention spelled out as matrix products: every form that exporters write, and near misses."""
+"""Attention spelled out as matmuls: every form that exporters write, and near misses."""
 
 from __future__ import annotations
 
@@ -448,7 +448,7 @@ TWO_AXES = "kt = Transpose<perm=[1,0]>(k) s = MatMul(q, kt) p = Softmax(s) y = M
 KT = "kt = Transpose<perm=[0,1,3,2]>(k) "
 S = f"{KT} s = MatMul(q, kt) "
 END = " p = Softmax(s1) y = MatMul(p, v)"
-NO_PRODUCT = "the scores are not a product of matrices"
+NO_PRODUCT = "the scores are not a matmul"
 LAST_AXIS = "the softmax is not known to be over the last axis"
 
 # name: (inputs, output, body, reason)
@@ -629,7 +629,7 @@ OTHER_EINSUMS = {
 def test_other_einsums_stay(equation: str) -> None:
     a, b, y = OTHER_EINSUMS[equation]
     model = graph(f"float[{a}] a, float[{b}] b", f"float[{y}] y", f'y = Einsum<equation="{equation}">(a, b)')
-    wanted = "two operands with named axes" if "." in equation or "->" not in equation else "not a product of matrices"
+    wanted = "two operands with named axes" if "." in equation or "->" not in equation else "not a matmul"
     assert_walk_rule_refuses(model, EinsumToMatMul, wanted)
 
 

@@ -300,13 +300,13 @@ def test_a_row_goes_past_a_product_and_a_sum(total: str, sum_: str) -> None:
         (
             f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} d = Add(s, s) n = Neg(o) y = Add(d, n)",
             f"{INPUT}, {ROW}",
-            "has other readers than products and sums",
+            "has other readers than matmuls and sums",
         ),
         # a sum with something smaller, which would not be of the declared shape with the row
         (
             f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} d = Add(s, c) n = Neg(o) y = Add(d, n)",
             f"{INPUT}, {ROW}",
-            "has other readers than products and sums",
+            "has other readers than matmuls and sums",
         ),
         # a product that is read elsewhere, so that it cannot add the residual
         (
@@ -318,7 +318,7 @@ def test_a_row_goes_past_a_product_and_a_sum(total: str, sum_: str) -> None:
         (
             f"a = MatMul(x, weight) p = Add(a, w) s = Add(x, p) {QUERIES} n = Sigmoid(s) y = Mul(n, o)",
             f"{INPUT}, {ROW}",
-            "has other readers than products and sums",
+            "has other readers than matmuls and sums",
         ),
     ],
 )
@@ -464,8 +464,8 @@ STREAM = """x = Gather(table, ids) n = RMSNormalization<axis=-1>(x, g) m = MatMu
         (("", ""), None),
         (("x = Gather(table, ids)", "x = Cast<to=1>(floats)"), "the input of the first norm is not an embedding"),
         (("n = RMSNormalization<axis=-1>(x, g)", "n = Relu(x)"), "the graph does not begin with an RMS norm"),
-        (("m = MatMul(n, w)", "m = Relu(n)"), "is not a matrix product"),
-        (("m = MatMul(n, w)", "k = MatMul(n, w) m = Add(k, x)"), "is not a matrix product"),
+        (("m = MatMul(n, w)", "m = Relu(n)"), "is not a matmul"),
+        (("m = MatMul(n, w)", "k = MatMul(n, w) m = Add(k, x)"), "is not a matmul"),
         (("(x, m, g)", "(m, m, g)"), "does not add one value to the stream"),
         (("(x, m, g)", "(x, m, g, c)"), "does not add one value to the stream"),
         (("m = MatMul(n, w)", "m = MatMul(n, w) z = Neg(x)"), "x is read by other operators than norms"),

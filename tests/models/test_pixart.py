@@ -175,7 +175,7 @@ def test_all_layers_are_fused(for_cuda: Path) -> None:
     assert (after.get("BiasAdd"), stages["residual_gemm"]) == (None, {"ResidualIntoGemm": 2})
     # In two blocks: gates times biases, their products with the queries' weights, and additions to constant biases.
     assert stages["rows"] == {"Mul": 4, "MatMul": 2, "Add": 4}
-    # Both gates of a block multiply the weight of a matrix product.
+    # Both gates of a block multiply the weight of a matmul.
     graph = ir.load(for_cuda / "transformer" / "model.onnx").graph
     gated = [node for node in graph if node.op_type == "Mul" and node.inputs[0] in graph.initializers.values()]
     gated = [node for node in gated if len(node.outputs[0].shape or ()) == 2]

@@ -50,11 +50,11 @@ print(json.dumps({
 }))
 """
 
-# Convolutions of the published UNets; pointwise ones become matrix products.
+# Convolutions of the published UNets; pointwise ones become matmuls.
 COUNTS = {"sd15": {"NhwcConv": 52, "pointwise": 46}, "sd21": {"NhwcConv": 52, "pointwise": 14}}
 
 
-# Pointwise convolutions of SDXL, which become matrix products: the shortcuts of blocks that change the channels.
+# Pointwise convolutions of SDXL, which become matmuls: the shortcuts of blocks that change the channels.
 POINTWISE_XL = 11
 
 

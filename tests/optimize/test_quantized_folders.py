@@ -230,7 +230,7 @@ def test_the_command(micro_exported: Path, tmp_path: Path, capsys: pytest.Captur
         (["--quantize", "fp4"], "the quantization type 'fp4' is unknown"),
         (["--quantize-config", "{"], "--quantize_config is no JSON"),
         (["--quantize-config", '{"modules": {"vae:*": "int8_weightonly"}}'], "names no component"),
-        (["--quantize-config", '{"modules": {"unet:absent": "int8_weightonly"}}'], "matches no product or convolution"),
+        (["--quantize-config", '{"modules": {"unet:absent": "int8_weightonly"}}'], "matches no matmul or convolution"),
     ],
 )
 def test_the_command_refuses_in_one_line_and_writes_nothing(

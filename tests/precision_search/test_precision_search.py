@@ -473,7 +473,7 @@ def test_found_patterns_make_the_same_folder(case: Case) -> None:
 
 
 def test_attention_by_hand(case: Case) -> None:
-    """MultiHeadAttention, the usual manual override, also keeps the matrix products before attention."""
+    """MultiHeadAttention, the usual manual override, also keeps the matmuls before attention."""
     if case.kind != "attention":
         pytest.skip("of attention alone")
     case.optimized("by_hand", "unet:MultiHeadAttention")

@@ -152,7 +152,7 @@ def test_modules_that_match_nothing_are_refused_with_those_that_could(policy: di
     model = named(model_of("p = MatMul(x, u) y = MatMul(p, w)", u=normal(8, 8), w=normal(8, 12)), p="blocks.0.to_q")
     named(model, y="blocks.1.to_q")
     before = text_of(model)
-    with refused(OptionError, "matches no product or convolution", "blocks.*.to_q"):
+    with refused(OptionError, "matches no matmul or convolution", "blocks.*.to_q"):
         quantized(model, **policy)
     assert text_of(model) == before
 

@@ -7,7 +7,7 @@ cuBLASLt would apply it as well. bias and residual are optional. The kernel is c
 
 StackedMatMul(x (B,S,K), weights (G,K,N)) -> x @ weights[g] for all G weights (G,B,S,N).
 
-The kernel is cuBLASLt's, one strided batch of products that share x, by kernels/src/mat_mul.cuh.
+The kernel is cuBLASLt's, one strided batch of matmuls that share x, by kernels/src/mat_mul.cuh.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_weight(weight: ir.Value, bias: ir.Value | None, columns: int, multiple
 
 
 def check_mat_mul(x: ir.Value, weight: ir.Value, bias: ir.Value | None) -> str | None:
-    """Return why the kernel does not accept a product of x (...,K) and a weight (K,N), None if it does."""
+    """Return why the kernel does not accept a matmul of x (...,K) and a weight (K,N), None if it does."""
     return check_weight(weight, bias, columns=1, multiple=8) or MAT_MUL.check_dtypes(x, weight, bias)
 
 
@@ -98,7 +98,7 @@ MAT_MUL = SdonnxContract(
 
 
 def check_stacked_mat_mul(x: ir.Value, weights: ir.Value) -> str | None:
-    """Return why the kernel does not accept products of x (B,S,K) and weights (G,K,N), None if it does."""
+    """Return why the kernel does not accept matmuls of x (B,S,K) and weights (G,K,N), None if it does."""
     if len(dims(x) or ()) != 3:
         return "the first factor is not known to have three axes"
     if len(dims(weights) or ()) != 3:

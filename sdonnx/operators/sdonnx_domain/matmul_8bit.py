@@ -25,7 +25,8 @@ from sdonnx.operators.sdonnx_domain.matmul import check_weight
 
 __all__ = ["SCALED_MAT_MUL", "EightBits", "check_scaled_mat_mul", "decoded", "encoded"]
 
-_FLOAT, _INT64, _UINT8 = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.UINT8
+_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_INT64, _UINT8 = ir.DataType.INT64, ir.DataType.UINT8
 
 
 class EightBits(enum.IntEnum):
@@ -88,11 +89,8 @@ def encoded(node: ir.Node, quotients: ir.Value, number_format: EightBits) -> ir.
     return insert(node, "Cast", [total], {"to": _UINT8}, dtype=_UINT8, shape=quotients.shape)
 
 
-_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
-
-
 def check_scaled_mat_mul(weight: ir.Value, bias: ir.Value | None) -> str | None:
-    """Return why the kernel does not accept products by a weight (N,K), None if it does."""
+    """Return why the kernel does not accept matmuls by a weight (N,K), None if it does."""
     if reason := check_weight(weight, bias, columns=0, multiple=16):
         return reason
     if bias is not None and bias.dtype not in (None, _HALF):
@@ -111,7 +109,7 @@ def _limits(node: ir.Node) -> str | None:
     has_scales = [optional_input(node, index) is not None for index in (1, 3)]
     finishes = any(value is not None for value in node.inputs[4:]) or node.attributes.get_int("gelu", 0) != 0
     if finishes and not any(has_scales):
-        return "a product without scales has no bias, residual or gelu"
+        return "a matmul without scales has no bias, residual or gelu"
     if len(set(has_scales)) > 1:
         return "only one of the factors has scales"
     return check_scaled_mat_mul(input_of(node, 2), optional_input(node, 4))
@@ -123,12 +121,12 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
         decoded(node, bits, EightBits(node.attributes.get_int(name, 0)))
         for bits, name in ((q, "x_format"), (w, "w_format"))
     )
-    product = insert(node, "MatMul", [left, insert(node, "Transpose", [right], {"perm": [1, 0]})])
+    matmul = insert(node, "MatMul", [left, insert(node, "Transpose", [right], {"perm": [1, 0]})])
     exponent = node.attributes.get_int("exponent", 0)
     scales = [value for index in (1, 3) if (value := optional_input(node, index)) is not None]
     if exponent:
         scales.append(constant(graph_of(node), 2.0**-exponent, np.float32, f"two_to_minus_{exponent}"))
-    total = product
+    total = matmul
     for scale in scales:
         total = insert(node, "Mul", [total, scale])
     for index in (4, 5):

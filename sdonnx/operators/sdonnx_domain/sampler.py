@@ -14,7 +14,7 @@ update of `sdonnx.samplers` with guidance and the mask. `row` (1,P) holds next_i
 channels_last, is fp16 with D >= C channels, of which the first C are read. The state and the mask are (R,B,C,H,W),
 noise is (B,C,H,W), and known_latents is (2,B,C,H,W); all are float32 but the mask.
 
-Products are added in float32 in the order of the columns, each with one rounding, as ONNX Runtime's product on the CPU
+Products are added in float32 in the order of the columns, each with one rounding, as ONNX Runtime's matmul on the CPU
 does. The kernel is kernels/src/sampler.cuh.
 """
 

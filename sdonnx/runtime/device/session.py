@@ -89,7 +89,7 @@ NUMPY_TYPES: Mapping[str, npt.DTypeLike] = {
 }
 """Types of numpy by ONNX Runtime's names of them."""
 
-# It turns a product by a weight in int8 into MatMulNBits, which rounds activations to int8 on the CPU, and copies the
+# It turns a matmul by a weight in int8 into MatMulNBits, which rounds activations to int8 on the CPU, and copies the
 # weight into another layout (docs/decisions/0164-store-weights-as-dequantize-linear.md).
 _DISABLED_OPTIMIZERS = ["QDQSelectorActionTransformer"]
 
@@ -221,7 +221,7 @@ class Graph:
         path: file of the model.
         device: where the graph runs.
         capture: whether runs may be captured as CUDA graphs.
-        tf32: whether float32 products may round their factors to 10 bits (TF32), as torch's convolutions do.
+        tf32: whether float32 matmuls may round their factors to 10 bits (TF32), as torch's convolutions do.
         settings: options of ONNX Runtime from the caller.
         weights: initializers shared with other sessions, by name, or a function that returns them; kept as long as
             this session. Not supported with session options of the caller, which are one object for all sessions.
