@@ -118,7 +118,7 @@ MUTATIONS = (
              "self.policy.fallback", ("precision", "convert_precision")),
     Mutation("epsilon of a scaled stream", r"(norm\.attributes[^\n]*epsilon \* scale)\*\*2", r"\1",
              ("residual_scaling", "transformer", "precision", "fuse_transformer")),
-    Mutation("safety checker's products", r"if product and below_cosines:", "if product:", ("precision",
+    Mutation("safety checker's matmuls", r"if matmul and below_cosines:", "if matmul:", ("precision",
              "safety_checker_head", "safety")),
     # Graph
     Mutation("bounds of the log variance", r"scalar\(bounds\.inputs\[2\]\)\) ==", "scalar(bounds.inputs[2])) !=",
