@@ -25,7 +25,7 @@ class Peak:
     """The rates of a GPU.
 
     Attributes:
-        flops: operations of dense fp16 products in a second.
+        flops: operations of dense fp16 matmuls in a second.
         bytes: bytes that its memory moves in a second.
         exponentials: exponentials in a second.
     """
@@ -53,7 +53,7 @@ class OperatorWork(TorchFunctionMode):
     """Count operations, bytes and exponentials of the operators that are called within the context.
 
     Every input and output moves once, in fp16. Adds, activations and casts are taken to be part of the operators next
-    to them, except GEGLU, which reads the result of a product: no library fuses the two.
+    to them, except GEGLU, which reads the result of a matmul: no library fuses the two.
 
     Attributes:
         work: (kind, operations, bytes, exponentials) of each call.

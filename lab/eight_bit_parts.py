@@ -74,7 +74,7 @@ class Attention:
 
     @property
     def flops(self) -> int:
-        """Floating point operations of both products."""
+        """Floating point operations of both matmuls."""
         return 4 * math.prod(self.queries) * self.keys[2]
 
 
@@ -218,7 +218,7 @@ class CudnnTimes:
     def _attention(self, part: Attention, dtype: torch.dtype) -> float:
         size = part.queries[3]
         padded = size if dtype is torch.float16 else -(-size // _STEP) * _STEP
-        # (N, tokens, heads, size) in memory, as products write queries, keys and values.
+        # (N, tokens, heads, size) in memory, as matmuls write queries, keys and values.
         shapes = [(*each[:3], padded) for each in (part.queries, part.keys, part.keys)]
         inputs = [_random((n, tokens, heads, width), dtype).transpose(1, 2) for n, heads, tokens, width in shapes]
         graph = self._graph()
