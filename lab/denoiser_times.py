@@ -26,8 +26,9 @@ from unittest.mock import patch
 import numpy as np
 from denoiser_graph import predict
 
+from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import IDLE, kernel_times_by_kind
-from sdonnx.benchmark.results import append_json, check_writable, quantile
+from sdonnx.benchmark.results import quantile
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY
 from sdonnx.environment_record import environment
 from sdonnx.errors import OptionError

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from sdonnx.benchmark.results import append_json, check_writable
+from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.environment_record import environment
 from sdonnx.errors import FolderError, OptionError
 from sdonnx.terminal import console, guarded

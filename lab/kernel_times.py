@@ -23,8 +23,8 @@ import numpy.typing as npt
 import onnx
 import onnx.parser
 
+from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.benchmark.operator_times import trace_kernels
-from sdonnx.benchmark.results import append_json, check_writable
 from sdonnx.environment_record import environment
 from sdonnx.errors import SdonnxError
 from sdonnx.runtime.device.device import Device, device_for

@@ -41,7 +41,7 @@ from server_batches import measure_batching
 from server_load import CLIENTS, Answers, load_of, started_server
 from server_replicas import measure_replicas
 
-from sdonnx.benchmark.results import append_json, check_writable
+from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.environment_record import environment
 from sdonnx.errors import OptionError
 from sdonnx.serve.serve_settings import ServeLimits

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.operator_times import STAGES, host_clock
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import STAGES, host_clock
 from sdonnx.errors import DeviceMemoryError, FolderError, OptionError, ProviderError
 from sdonnx.folder.folder_version import FolderKind
 from sdonnx.reference.diffusers_pipeline import set_scheduler

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.operator_times import STAGES, StageClock, host_clock
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import STAGES, StageClock, host_clock
 from sdonnx.errors import FolderError, OptionError, ProviderError
 from sdonnx.folder.folder_version import FolderKind
 from sdonnx.installation import cpu_or_cuda

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from sdonnx.benchmark.results import append_json, check_writable
+from sdonnx.benchmark.files import append_json, check_writable
 from sdonnx.doctor.kernel_library import KERNEL_LIBRARY, find_kernel_library
 from sdonnx.environment_record import environment
 from sdonnx.errors import FolderError, OptionError

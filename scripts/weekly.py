@@ -29,7 +29,7 @@ from typing import Any
 
 from mutate import MUTATIONS
 
-from sdonnx.benchmark.results import json_line
+from sdonnx.benchmark.files import json_line
 from sdonnx.environment_record import environment
 
 __all__ = ["RECORD", "Step", "main", "read_record", "steps"]

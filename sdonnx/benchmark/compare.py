@@ -24,11 +24,11 @@ from PIL import Image
 from sdonnx.benchmark.engine import EngineOptions
 from sdonnx.benchmark.engines import find_engine
 from sdonnx.benchmark.extra_results import Kernels, Resolution, Resolutions, Throughput, fit_line
+from sdonnx.benchmark.operator_times import median_stages
 from sdonnx.benchmark.processes import WorkerError, run_worker
 from sdonnx.benchmark.record import read_round
 from sdonnx.benchmark.results import Agreement, Comparison, Result, Stages, shown_name
 from sdonnx.benchmark.rivals import Rival
-from sdonnx.benchmark.stages import median_stages
 from sdonnx.folder.folder_version import FolderKind
 from sdonnx.installation import is_importable
 from sdonnx.metrics import MIN_PSNR_DB, is_empty, psnr

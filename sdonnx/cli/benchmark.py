@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.compare import ComparisonRun, ComparisonSetup, Measurement
 from sdonnx.benchmark.engines import find_engine
+from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
 from sdonnx.benchmark.measure import rare_sizes, visited_sizes
 from sdonnx.benchmark.prepare_folders import default_label, folders_by_kind, prepare_folders, require_folder
 from sdonnx.benchmark.record import COLUMNS, csv_row, measurement_record, result_record
-from sdonnx.benchmark.results import Comparison, Result, append_json, append_row, check_csv, check_writable, shown_name
+from sdonnx.benchmark.results import Comparison, Result, shown_name
 from sdonnx.benchmark.rivals import Rival, chosen_engines, parse_rivals
 from sdonnx.benchmark.terminal_output import ProgressLines, print_comparison, print_images, save_images
 from sdonnx.cli.benchmark_options import MULTIPLE, add_arguments, check_options, compiled_types

@@ -10,10 +10,11 @@ host. The graph of a denoiser is quantized where the options name a type, or whe
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -35,7 +36,7 @@ from sdonnx.folder.pipeline_folder import ONNX_MODEL, ONNX_WEIGHTS
 from sdonnx.fusions.fusion_table import StageOutcome, fuse
 from sdonnx.fusions.sdonnx_domain.use_kernels import KERNEL_STAGE, default_sizes, use_kernels
 from sdonnx.graph.passes import tidy
-from sdonnx.graph.tensors import cast
+from sdonnx.graph.tensors import cast, lazy
 from sdonnx.models.spec import Role
 from sdonnx.optimize.component_passes import GRAPH_PASSES, ComponentJob, apply_passes
 from sdonnx.optimize.exported_pipeline import OpenedComponent
@@ -57,7 +58,9 @@ __all__ = [
     "first_line",
     "fuse_model",
     "load_model",
+    "numbered",
     "save_model",
+    "widen",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -373,3 +376,40 @@ class GraphQuantization:
             self._logged = True
             _LOGGER.warning("O3 is as O2 for %s: %s; quant_type names a type for any device", self._name, reason)
         return None
+
+
+def _float32(tensor: ir.TensorProtocol) -> npt.NDArray[np.float32]:
+    return tensor.numpy().astype(np.float32)
+
+
+def widen(model: ir.Model, types: Collection[ir.DataType]) -> None:
+    """Compute values of some floating-point types in float32, in place."""
+    wide = ir.DataType.FLOAT
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in (*graph.inputs, *graph.initializers.values()):
+            _widen_value(value, types)
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is not None and tensor.dtype in types:
+                value.const_value = lazy(functools.partial(_float32, tensor), wide, tuple(tensor.shape.numpy()), name)
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            _widen_value(value, types)
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.value in types:
+                node.attributes[name] = ir.AttrInt64(name, wide)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in types:
+                node.attributes[name] = ir.AttrTensor(name, ir.Tensor(attribute.value.numpy().astype(np.float32)))
+
+
+def _widen_value(value: ir.Value, types: Collection[ir.DataType]) -> None:
+    if value.dtype in types:
+        value.dtype = ir.DataType.FLOAT
+
+
+def numbered(shape: ir.Shape) -> ir.Shape:
+    """Return a shape with numbers instead of names that are numbers; the exporter writes some fixed sizes so."""
+    return ir.Shape(
+        int(size.value) if isinstance(size, ir.SymbolicDim) and size.value and size.value.isdecimal() else size
+        for size in shape
+    )

@@ -12,12 +12,10 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -26,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from sdonnx.compiler.graph_runs import GraphRuns, graph_runs
 from sdonnx.compiler.graph_target import target_on
-from sdonnx.compiler.module_graph import first_line, fuse_model, load_model
+from sdonnx.compiler.module_graph import first_line, fuse_model, load_model, numbered, widen
 from sdonnx.compiler.module_state import TensorVersions
 from sdonnx.compiler.result_checks import ResultCheck
 from sdonnx.errors import DeviceMemoryError, SdonnxError
@@ -34,9 +32,8 @@ from sdonnx.export.decomposition import FLOOR_DIVISION
 from sdonnx.export.simplify import simplify
 from sdonnx.export.trace import OPSET, quiet_exporter
 from sdonnx.graph.edit import required
-from sdonnx.graph.tensors import lazy
 
-__all__ = ["MAX_GRAPHS", "DynamoForward", "OrtBackend", "numbered", "widen"]
+__all__ = ["MAX_GRAPHS", "DynamoForward", "OrtBackend"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -445,40 +442,3 @@ def _outputs(runs: GraphRuns, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
 
 def _expression(size: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def _float32(tensor: ir.TensorProtocol) -> npt.NDArray[np.float32]:
-    return tensor.numpy().astype(np.float32)
-
-
-def widen(model: ir.Model, types: Collection[ir.DataType]) -> None:
-    """Compute values of some floating-point types in float32, in place."""
-    wide = ir.DataType.FLOAT
-    for graph in (model.graph, *model.graph.subgraphs()):
-        for value in (*graph.inputs, *graph.initializers.values()):
-            _widen_value(value, types)
-        for name, value in graph.initializers.items():
-            tensor = value.const_value
-            if tensor is not None and tensor.dtype in types:
-                value.const_value = lazy(functools.partial(_float32, tensor), wide, tuple(tensor.shape.numpy()), name)
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            _widen_value(value, types)
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.INT and name in ("to", "dtype") and attribute.value in types:
-                node.attributes[name] = ir.AttrInt64(name, wide)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in types:
-                node.attributes[name] = ir.AttrTensor(name, ir.Tensor(attribute.value.numpy().astype(np.float32)))
-
-
-def _widen_value(value: ir.Value, types: Collection[ir.DataType]) -> None:
-    if value.dtype in types:
-        value.dtype = ir.DataType.FLOAT
-
-
-def numbered(shape: ir.Shape) -> ir.Shape:
-    """Return a shape with numbers instead of names that are numbers; the exporter writes some fixed sizes so."""
-    return ir.Shape(
-        int(size.value) if isinstance(size, ir.SymbolicDim) and size.value and size.value.isdecimal() else size
-        for size in shape
-    )

@@ -19,7 +19,7 @@ from sdonnx.fusions.batch_rows import compute_rows_together
 from sdonnx.fusions.channels_last import convert_to_channels_last
 from sdonnx.fusions.drop_attention_biases import drop_attention_biases
 from sdonnx.fusions.fold_modulation import BiasBeforeGate, GateIntoWeight, ModulationIntoLayerNorm
-from sdonnx.fusions.fuse_attention import AttentionToMatMul, CausalMaskToAttribute, EinsumToMatMul, SoftmaxToAttention
+from sdonnx.fusions.fuse_attention import CausalMaskToAttribute, EinsumToMatMul, SoftmaxToAttention
 from sdonnx.fusions.fuse_bias_add import BiasAfterReshape, GegluToBiasSplitGelu, ResidualToBiasAdd
 from sdonnx.fusions.fuse_gelu import ErfToGelu, GeluToFastGelu, SigmoidToQuickGelu, TanhToGelu
 from sdonnx.fusions.fuse_gemm import ResidualIntoGemm, RowPastProduct
@@ -52,6 +52,7 @@ from sdonnx.fusions.remove_no_ops import (
     TransposeOfFolded,
 )
 from sdonnx.fusions.transpose_flat_images import ChannelsLastToFlatChannels, FlatChannelsToChannelsLast
+from sdonnx.fusions.unfuse_attention import AttentionToMatMul
 from sdonnx.graph.match import MatchFailure, PassOutcome, Rule, WalkRule, apply_rules, apply_walk_rules
 from sdonnx.graph.passes import SimplifyReshapes, infer_shapes, tidy
 from sdonnx.graph.prepare import prepare

@@ -19,8 +19,9 @@ from sdonnx.folder.folder_version import read_report
 from sdonnx.folder.pipeline_folder import own_kernel_graph
 from sdonnx.models import abi
 from sdonnx.models.spec import Family, Role
+from sdonnx.runtime.device.cancellation import Cancellation
 from sdonnx.runtime.device.device import Device
-from sdonnx.runtime.device.session import Cancellation, Graph, Run, SessionSettings
+from sdonnx.runtime.device.session import Graph, Run, SessionSettings
 
 if TYPE_CHECKING:
     from sdonnx.lora.changed_component import ChangedComponent

@@ -11,9 +11,10 @@ from typing import Any, Self
 from sdonnx.errors import OptionError, UnavailableError
 from sdonnx.runtime.inputs.conditioning_images import offered_inputs
 from sdonnx.runtime.pipeline import OrtDiffusionPipeline
-from sdonnx.serve.batch_worker import BatchWorker, LaterCapture, ServedModel
+from sdonnx.serve.batch_worker import BatchWorker, ServedModel
 from sdonnx.serve.image_request import ImageRequest, PlannedRequest, check_request, plan_request
 from sdonnx.serve.image_service import GeneratedImages, ImageJob, ServeObserver
+from sdonnx.serve.later_captures import LaterCapture
 from sdonnx.serve.serve_settings import ServeLimits
 from sdonnx.serve.served_loras import ServedLoras
 

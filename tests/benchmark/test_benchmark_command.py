@@ -26,7 +26,8 @@ from support.small_modules import small_unet
 import sdonnx
 from sdonnx.__main__ import main as sdonnx_main
 from sdonnx.benchmark.compare import ComparisonRun
-from sdonnx.benchmark.results import Result, Round, append_row
+from sdonnx.benchmark.files import append_row
+from sdonnx.benchmark.results import Result, Round
 from sdonnx.benchmark.rivals import parse_rivals
 from sdonnx.cli import benchmark as command
 from sdonnx.cli.benchmark import FAILED

@@ -12,18 +12,9 @@ import pytest
 from support.benchmarking import read_rows
 from support.pipelines import refused
 
+from sdonnx.benchmark.files import append_json, append_row, check_csv, check_writable
 from sdonnx.benchmark.record import COLUMNS, csv_row, result_record
-from sdonnx.benchmark.results import (
-    Agreement,
-    Comparison,
-    Result,
-    Round,
-    Stages,
-    append_json,
-    append_row,
-    check_csv,
-    check_writable,
-)
+from sdonnx.benchmark.results import Agreement, Comparison, Result, Round, Stages
 from sdonnx.errors import OutputError
 from sdonnx.reference.workload import Workload
 

@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
+from sdonnx.benchmark.operator_times import DECODE, STEP, TEXT, StageClock, median_stages
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock, median_stages
 
 
 class Hands:

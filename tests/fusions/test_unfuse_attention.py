@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from support.graphs import SIZES, assert_same_function, copied, feeds_for, graph, operators, relative_error, run
 
-from sdonnx.fusions.fuse_attention import AttentionToMatMul
 from sdonnx.fusions.fusion_table import fuse
+from sdonnx.fusions.unfuse_attention import AttentionToMatMul
 from sdonnx.graph.match import apply_walk_rules
 from sdonnx.graph.passes import infer_shapes, tidy
 

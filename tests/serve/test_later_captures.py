@@ -16,8 +16,8 @@ from support.serving import Recorder, until
 
 from sdonnx import AsyncPipeline, OrtDiffusionPipeline, ServeLimits
 from sdonnx.errors import DeviceMemoryError, UnavailableError
-from sdonnx.serve.batch_worker import LaterCapture, LaterCaptures
 from sdonnx.serve.image_service import ServeObserver
+from sdonnx.serve.later_captures import LaterCapture, LaterCaptures
 
 LIMITS = ServeLimits(batch_wait_ms=50)
 TIMEOUT_S = 60

@@ -25,7 +25,7 @@ def recorded(tests: str, path: Path | None) -> Iterator[Note]:
         tests: which tests they are.
         path: the file of JSON lines; None to keep nothing.
     """
-    from sdonnx.benchmark.results import json_line
+    from sdonnx.benchmark.files import json_line
     from sdonnx.environment_record import environment
 
     rows: dict[str, list[dict[str, Any]]] = {}

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.operator_times import STAGES, StageClock
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import STAGES, StageClock
 from sdonnx.folder.folder_version import FolderKind
 from sdonnx.installation import cpu_or_cuda
 from sdonnx.models.spec import Role

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 from sdonnx.benchmark.engine import Engine, EngineOptions
+from sdonnx.benchmark.operator_times import DECODE, STEP, TEXT, StageClock, host_clock
 from sdonnx.benchmark.results import Stages
-from sdonnx.benchmark.stages import DECODE, STEP, TEXT, StageClock, host_clock
 from sdonnx.errors import OptionError
 from sdonnx.folder.folder_version import FolderKind
 from sdonnx.installation import cpu_or_cuda, install_command, is_importable

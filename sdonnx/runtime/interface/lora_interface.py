@@ -1,30 +1,24 @@
-"""LoRA at run time, with the methods of diffusers' pipelines, from a file, a folder, the hub or tensors in memory."""
+"""LoRA at run time, with the methods of diffusers' pipelines."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from sdonnx.errors import OptionError
-from sdonnx.lora.adapter_file import AdapterFile, adapter_from_tensors, read_adapter
-from sdonnx.lora.adapter_tensors import checked
 from sdonnx.models.spec import Role
 from sdonnx.runtime.inputs.argument_checks import require_number
-from sdonnx.runtime.interface.hub import download_lora, is_hub_id
 from sdonnx.runtime.pipeline_base import PipelineBase
 
 if TYPE_CHECKING:
     from sdonnx.lora.adapter_file import AdapterFile
     from sdonnx.lora.loaded_adapters import AdapterState, LoadedAdapters
 
-__all__ = ["LoraInterface", "read_lora_source"]
+__all__ = ["LoraInterface"]
 
 _LOGGER = logging.getLogger("sdonnx")
 
@@ -97,7 +91,7 @@ class LoraInterface(PipelineBase):
             DeviceMemoryError: the device has too little memory.
         """
         from sdonnx.lora.loaded_adapters import warn_of_unknown_keys
-        from sdonnx.runtime.interface.lora_interface import read_lora_source
+        from sdonnx.runtime.interface.lora_source import read_lora_source
 
         state, source = self._adapters.state, pretrained_model_name_or_path_or_dict
         name = adapter_name or next(
@@ -389,54 +383,3 @@ def _effect(state: AdapterState, component: str) -> tuple[bool, list[tuple[str, 
     return state.is_on_host(component), sorted(
         (name, [(id(change), scale) for change, scale in each]) for name, each in changes.items()
     )
-
-
-_IN_MEMORY = Path("the LoRA's tensors")  # replaces the file in messages
-
-
-def read_lora_source(
-    source: Any,
-    weight_name: str | None,
-    subfolder: str | None,
-    names: Mapping[str, Collection[str]],
-    hub_options: Mapping[str, Any],
-) -> AdapterFile:
-    """Return the adapter of a source.
-
-    Args:
-        source: a safetensors file; a folder that PEFT or diffusers wrote; an id of the hub; tensors of torch or numpy
-            by their names; or an adapter that was read.
-        weight_name: the file in a folder or a repository.
-        subfolder: the folder of the file in a folder or a repository.
-        names: see `read_adapter`.
-        hub_options: options of the download from the hub.
-
-    Raises:
-        OptionError: the source has another type.
-        WeightsError: the file cannot be used.
-        FolderError: the repository, or a configuration next to the file, cannot be read.
-    """
-    if isinstance(source, AdapterFile):
-        return source
-    if isinstance(source, Mapping):
-        tensors = {str(key): _tensor(str(key), value) for key, value in source.items()}
-        return adapter_from_tensors(_IN_MEMORY, tensors, {}, names)
-    if not isinstance(source, str | Path):
-        raise OptionError(
-            f"a LoRA of the type {type(source).__name__}",
-            "a safetensors file, a folder, an id of the hub, or tensors by their names",
-        )
-    if isinstance(source, str) and not os.path.exists(source) and is_hub_id(source):
-        return read_adapter(download_lora(source, weight_name, subfolder, hub_options), names)
-    parts = [part for part in (subfolder, weight_name) if part is not None]
-    return read_adapter(Path(source, *parts), names)
-
-
-def _tensor(key: str, value: Any) -> Any:
-    """Return a tensor of torch or numpy as an array, as if it were read from a file."""
-    if hasattr(value, "detach"):  # numpy has no bfloat16
-        plain = value.detach().cpu()
-        value = (plain if str(plain.dtype) == "torch.float16" else plain.float()).numpy()
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fi":
-        raise OptionError(f"{key} of the LoRA is of the type {type(value).__name__}", "a tensor")
-    return checked(_IN_MEMORY, key, value)
