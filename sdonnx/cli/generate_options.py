@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sdonnx.errors import OptionError
 from sdonnx.lora.lora_folder import lora_files, lora_name
 from sdonnx.runtime.inputs.argument_checks import require_sides
-from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_ARGUMENTS, CONDITIONING_IMAGES
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_ARGUMENTS, CONDITIONING_IMAGES, single_values
 from sdonnx.terminal import add_option
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def conditioning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     found = _given_conditioning(options)
     for name in found.keys() & set(CONDITIONING_IMAGES):
         found[name] = [read_image(path) for path in found[name]]
-    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in found.items()}
+    return single_values(found)
 
 
 def conditioning_parameters(options: argparse.Namespace) -> dict[str, Any]:

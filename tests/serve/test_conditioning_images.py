@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sdonnx import AsyncPipeline, ImageRequest, OrtDiffusionPipeline, ServeLimit
 from sdonnx.errors import OptionError
 from sdonnx.folder.pipeline_folder import PipelineFolder
 from sdonnx.metrics import psnr
-from sdonnx.runtime.inputs.conditioning_images import offered_inputs
+from sdonnx.runtime.inputs.conditioning_images import CONDITIONING_ARGUMENTS, ConditioningValues, offered_inputs
 from sdonnx.serve.http.uploaded_images import read_conditioning
 from sdonnx.serve.serve_settings import ServeSettings
 
@@ -371,3 +372,10 @@ def test_uploads_keep_their_mode() -> None:
 )
 def test_inputs_are_those_that_the_folder_offers(folder: str, names: list[str], request: pytest.FixtureRequest) -> None:
     assert offered_inputs(PipelineFolder.open(request.getfixturevalue(folder))) == names
+
+
+def test_every_value_is_an_argument() -> None:
+    """A field that is missing from the table would be left out of calls without a word."""
+    assert [each.name for each in dataclasses.fields(ConditioningValues)] == [
+        each.name for each in CONDITIONING_ARGUMENTS
+    ]

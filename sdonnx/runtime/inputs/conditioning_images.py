@@ -34,6 +34,7 @@ __all__ = [
     "call_arguments",
     "offered_inputs",
     "plan_conditioning",
+    "single_values",
 ]
 
 ConditioningImages = Image.Image | Sequence[Image.Image]
@@ -164,6 +165,11 @@ def offered_inputs(folder: PipelineFolder) -> list[str]:
         "ip_adapter_image": folder.has_component(ADAPTERS),
     }
     return [name for name, is_offered in offered.items() if is_offered]
+
+
+def single_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, each list of one replaced by its value."""
+    return {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in values.items()}
 
 
 def plan_conditioning(

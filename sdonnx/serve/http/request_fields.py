@@ -14,6 +14,7 @@ from sdonnx.runtime.inputs.conditioning_images import (
     CONDITIONING_ARGUMENTS,
     MAX_CONDITIONING_IMAGES,
     ConditioningArgument,
+    single_values,
 )
 from sdonnx.serve.image_request import ImageRequest
 from sdonnx.serve.served_loras import MAX_LORA_WEIGHT, MAX_LORAS
@@ -176,10 +177,7 @@ class ImageFields(_fields(_NUMBERS), LoraFields):  # type: ignore[misc]
 
     def conditioning(self) -> dict[str, Any]:
         """Return the numbers that belong to images next to the prompt by name, a single one without its list."""
-        values = {each.name: getattr(self, each.name) for each in _NUMBERS}
-        return {
-            name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in values.items()
-        }
+        return single_values({each.name: getattr(self, each.name) for each in _NUMBERS})
 
     def to_request(self) -> ImageRequest:
         """Return the request, without images.
